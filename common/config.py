@@ -1,0 +1,120 @@
+"""The configuration of one training run: a TOML file, typed, every field documented. Stored resolved with the run."""
+
+from __future__ import annotations
+
+import tomllib
+from pathlib import Path
+from typing import Literal, Self
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from common.errors import SetupError
+
+TINY_MODELS = Path(__file__).parent / "models"
+
+
+class Section(BaseModel):
+    """Base of the sections: unknown keys are errors."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class RolloutConfig(Section):
+    """How episodes are played."""
+
+    group_size: int = Field(default=8, ge=2)
+    """Episodes per task (G of GRPO); the group's mean reward is the baseline."""
+    max_turns: int = Field(default=4, ge=1)
+    """Model calls per episode."""
+    max_tokens_per_turn: int = Field(default=40, ge=1)
+    """Sampled tokens per turn."""
+    temperature: float = Field(default=1.0, gt=0)
+    """Sampling temperature; greedy sampling has no log-probs to train on."""
+    episode_timeout_s: float = Field(default=120.0, gt=0)
+    """Time budget of an episode in RUN, queue time excluded."""
+
+
+class TrainConfig(Section):
+    """How the policy is updated."""
+
+    groups_per_step: int = Field(default=16, ge=1)
+    """Groups in one training step, which makes one version."""
+    num_versions: int = Field(default=40, ge=1)
+    """The run is finished when this version is published."""
+    max_staleness: int = Field(default=1, ge=0)
+    """Largest allowed (version being trained - oldest version among an episode's tokens). 0 = synchronous."""
+    minibatches: int = Field(default=2, ge=1)
+    """Optimizer steps per training step."""
+    learning_rate: float = Field(default=1e-3, gt=0)
+    warmup_steps: int = Field(default=5, ge=0)
+    """Training steps of linear warm-up; then linear decay to half."""
+    beta1: float = Field(default=0.9, ge=0, lt=1)
+    beta2: float = Field(default=0.99, ge=0, lt=1)
+    grad_clip: float = Field(default=0.2, gt=0)
+    """Largest gradient norm."""
+    clip_low: float = Field(default=0.2, gt=0, lt=1)
+    clip_high: float = Field(default=0.28, gt=0)
+    """Upper clip range, wider than the lower (DAPO, clip-higher)."""
+    dual_clip: float = Field(default=3.0, gt=1)
+    """Bound of the ratio where the advantage is negative (dual-clip PPO)."""
+    anchor: Literal["behaviour", "proximal"] = "behaviour"
+    """What the ratio is taken against: the stored behaviour log-probs, or the policy at the step's start."""
+    importance_cap: float = Field(default=2.0, gt=0)
+    """Truncation of the importance weight proximal/behaviour (TIS); without effect for anchor = behaviour."""
+
+
+class RunConfig(Section):
+    """One training run."""
+
+    name: str = Field(pattern=r"^[a-z0-9][a-z0-9-]{0,62}$")
+    """Unique among the runs of the database; part of every weights path."""
+    handler: str = "calculator"
+    """A registered handler, or an import path `package.module:Class`."""
+    model: Path
+    """Folder of the start weights, tokenizer and chat template."""
+    dataset: Path | None = None
+    """JSON lines, one task a line; None = the handler makes its own tasks."""
+    num_tasks: int = Field(default=2000, ge=1)
+    """Tasks that a procedural handler makes."""
+    seed: int = 0
+    """Seed of the task order, of procedural tasks and of the trainer."""
+    rollout: RolloutConfig = RolloutConfig()
+    train: TrainConfig = TrainConfig()
+
+    @model_validator(mode="after")
+    def _minibatches_fit(self) -> Self:
+        if self.train.minibatches > self.train.groups_per_step:
+            raise ValueError(
+                f"train.minibatches = {self.train.minibatches} is more than "
+                f"train.groups_per_step = {self.train.groups_per_step}: a minibatch would be empty"
+            )
+        return self
+
+    @property
+    def dataset_name(self) -> str:
+        """Name of the task set in the database: the file, or how the handler made it."""
+        return str(self.dataset) if self.dataset else f"{self.handler}:seed={self.seed}:num={self.num_tasks}"
+
+    @property
+    def num_groups(self) -> int:
+        """Groups that the whole run trains."""
+        return self.train.num_versions * self.train.groups_per_step
+
+    @property
+    def groups_in_flight(self) -> int:
+        """Groups that may be in flight at once under the staleness bound."""
+        return (self.train.max_staleness + 1) * self.train.groups_per_step
+
+
+def load_run_config(path: Path) -> RunConfig:
+    """Read a run's TOML file. Raises SetupError that names the file, the field and the value."""
+    try:
+        return RunConfig.model_validate(tomllib.loads(path.read_text()))
+    except FileNotFoundError:
+        raise SetupError(f"run configuration {path} does not exist") from None
+    except tomllib.TOMLDecodeError as error:
+        raise SetupError(f"run configuration {path} is not TOML: {error}") from None
+    except ValidationError as error:
+        first = error.errors()[0]
+        field = ".".join(str(part) for part in first["loc"]) or "the whole"
+        raise SetupError(f"run configuration {path}: {field}: {first['msg']} (got {first['input']!r:.80})") from None

@@ -1,0 +1,117 @@
+"""Engines: registering, owning, what they serve and how they fare."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from sqlalchemy import Connection, Row, text
+
+from common.episode import EngineState
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineRow:
+    """An engine as stored."""
+
+    id: int
+    url: str
+    run_id: int
+    state: EngineState
+    version: int | None
+    """Policy version that it serves; None = not yet loaded, or not known."""
+
+
+_COLUMNS = "id, url, run_id, state, version"
+
+
+def register(conn: Connection, url: str, *, run_id: int) -> None:
+    """Make an engine known and give it to a run."""
+    conn.execute(
+        text(
+            """
+            INSERT INTO engine (url, run_id) VALUES (:url, :run_id)
+            ON CONFLICT (url) DO UPDATE
+               SET run_id = excluded.run_id, state = 'SERVING', version = NULL, failures = 0, retry_at = NULL
+            """
+        ),
+        {"url": url, "run_id": run_id},
+    )
+
+
+def forget_others(conn: Connection, urls: list[str]) -> None:
+    """Remove engines at other addresses: the one-machine stack knows all of its own."""
+    conn.execute(text("DELETE FROM engine WHERE url <> ALL(CAST(:urls AS text[]))"), {"urls": urls})
+
+
+def own(conn: Connection, owner: str, *, lease_s: float) -> list[EngineRow]:
+    """Take or renew the ownership of every engine that nobody else owns; returns all that `owner` now owns.
+
+    Only the owner loads weights into an engine, so two keepers never pause and resume across each other.
+    """
+    rows = conn.execute(
+        text(
+            f"""
+            UPDATE engine SET owner = :owner, owner_until = now() + :lease_s * interval '1 second'
+             WHERE run_id IS NOT NULL AND (retry_at IS NULL OR retry_at <= now())
+               AND (owner = :owner OR owner IS NULL OR owner_until < now())
+            RETURNING {_COLUMNS}
+            """
+        ),
+        {"owner": owner, "lease_s": lease_s},
+    )
+    return [_row(row) for row in rows]
+
+
+def loaded(conn: Connection, engine_id: int, *, owner: str, version: int | None) -> None:
+    """The engine answered and serves this version (None = none of its run's)."""
+    conn.execute(
+        text(
+            """
+            UPDATE engine SET version = :version, healthy_at = now(), failures = 0, retry_at = NULL, error = NULL,
+                   state = CASE WHEN state = 'QUARANTINED' THEN 'SERVING' ELSE state END
+             WHERE id = :id AND owner = :owner
+            """
+        ),
+        {"id": engine_id, "owner": owner, "version": version},
+    )
+
+
+def failed(conn: Connection, engine_id: int, *, owner: str, error: str, quarantine_after: int) -> None:
+    """A probe or a load failed: try again with back-off, and give it no new work after some failures in a row."""
+    conn.execute(
+        text(
+            """
+            UPDATE engine SET failures = failures + 1, error = :error,
+                   retry_at = now() + least(power(2, least(failures, 5)) * 0.25, 8) * interval '1 second',
+                   state = CASE WHEN failures + 1 >= :quarantine_after AND state = 'SERVING'
+                                THEN 'QUARANTINED' ELSE state END
+             WHERE id = :id AND owner = :owner
+            """
+        ),
+        {"id": engine_id, "owner": owner, "error": error, "quarantine_after": quarantine_after},
+    )
+
+
+def serving(conn: Connection, run_id: int) -> list[EngineRow]:
+    """Engines that may take new work of the run."""
+    rows = conn.execute(
+        text(
+            f"SELECT {_COLUMNS} FROM engine WHERE run_id = :run_id AND state = 'SERVING' AND version IS NOT NULL"
+            " ORDER BY id"
+        ),
+        {"run_id": run_id},
+    )
+    return [_row(row) for row in rows]
+
+
+def live_version(conn: Connection, run_id: int) -> int | None:
+    """The oldest version that a serving engine of the run may still sample from; None = no engine serves it."""
+    oldest: int | None = conn.execute(
+        text("SELECT min(version) FROM engine WHERE run_id = :run_id AND state = 'SERVING'"), {"run_id": run_id}
+    ).scalar_one()
+    return oldest
+
+
+def _row(row: Row[Any]) -> EngineRow:
+    return EngineRow(id=row.id, url=row.url, run_id=row.run_id, state=EngineState(row.state), version=row.version)

@@ -1,0 +1,332 @@
+"""Episodes: claim, renew, move, retry, reap. Every move is compare-and-set and leaves an event.
+
+The claim token is the fence: a worker whose lease was taken finds its token gone, and its writes raise LeaseLost.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from typing import Any
+from uuid import UUID
+
+from pydantic import JsonValue
+from sqlalchemy import Connection, text
+
+from common.config import RunConfig
+from common.episode import FINAL_STATES, MOVES, STAGE_OF, TAKES, EpisodeState, Stage
+from common.errors import LeaseLost
+from common.outcomes import Outcome
+
+
+@dataclass(frozen=True, kw_only=True)
+class Wakeup:
+    """What a message on the broker says: this attempt of this episode waits for this stage."""
+
+    stage: Stage
+    episode_id: int
+    attempt: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Claim:
+    """An episode that this process works on, with what its stage needs to know."""
+
+    stage: Stage
+    episode_id: int
+    attempt: int
+    token: UUID
+    worker: str
+    group_id: int
+    run_id: int
+    config: RunConfig
+    handler: str
+    payload: dict[str, JsonValue]
+    prepared: dict[str, Any] | None
+    """INIT's result; None in INIT."""
+    outcome: str | None
+    """RUN's outcome; None before EVAL."""
+
+
+def claim(
+    conn: Connection, wakeup: Wakeup, *, worker: str, token: UUID, lease_s: float, configs: Mapping[int, RunConfig]
+) -> Claim | None:
+    """Take the episode if it stands where the stage takes it and nobody holds it; None otherwise.
+
+    `configs` are run configurations that the caller has parsed before, by run id.
+    """
+    row = conn.execute(
+        text(
+            """
+            UPDATE episode e
+               SET claim_worker = :worker, claim_token = :token, lease_until = now() + :lease_s * interval '1 second'
+              FROM episode_group g JOIN task t ON t.id = g.task_id JOIN run r ON r.id = g.run_id
+             WHERE e.id = :id AND e.attempt = :attempt AND e.state = :takes AND e.claim_token IS NULL
+               AND g.id = e.group_id
+            RETURNING e.group_id, e.run_id, e.prepared, e.outcome, t.handler, t.payload, r.config
+            """
+        ),
+        {
+            "id": wakeup.episode_id,
+            "attempt": wakeup.attempt,
+            "takes": TAKES[wakeup.stage],
+            "worker": worker,
+            "token": token,
+            "lease_s": lease_s,
+        },
+    ).first()
+    if row is None:
+        return None
+    return Claim(
+        stage=wakeup.stage,
+        episode_id=wakeup.episode_id,
+        attempt=wakeup.attempt,
+        token=token,
+        worker=worker,
+        group_id=row.group_id,
+        run_id=row.run_id,
+        config=configs.get(row.run_id) or RunConfig.model_validate(row.config),
+        handler=row.handler,
+        payload=row.payload,
+        prepared=row.prepared,
+        outcome=row.outcome,
+    )
+
+
+def renew(conn: Connection, tokens: Collection[UUID], *, lease_s: float) -> set[UUID]:
+    """Prolong the leases of these claims in one statement; returns those that still hold."""
+    rows = conn.execute(
+        text(
+            """
+            UPDATE episode SET lease_until = now() + :lease_s * interval '1 second'
+             WHERE claim_token = ANY(CAST(:tokens AS uuid[])) RETURNING claim_token
+            """
+        ),
+        {"tokens": [str(token) for token in tokens], "lease_s": lease_s},
+    )
+    return {row.claim_token for row in rows}
+
+
+def move(
+    conn: Connection,
+    claim: Claim,
+    to: EpisodeState,
+    *,
+    why: str,
+    prepared: Mapping[str, Any] | None = None,
+    outcome: Outcome | None = None,
+    reward: float | None = None,
+    reward_parts: Mapping[str, float] | None = None,
+) -> Wakeup | None:
+    """End the claim by moving the episode on; returns the message for the next stage, None in a final state.
+
+    Raises LeaseLost if the claim no longer holds.
+    """
+    at = TAKES[claim.stage]
+    assert to in MOVES[at], f"{at} -> {to} is not a move"
+    row = conn.execute(
+        text(
+            """
+            UPDATE episode
+               SET state = :to, claim_worker = NULL, claim_token = NULL, lease_until = NULL, enqueued_at = now(),
+                   prepared = coalesce(CAST(:prepared AS jsonb), prepared), outcome = coalesce(:outcome, outcome),
+                   reward = :reward, reward_parts = CAST(:reward_parts AS jsonb),
+                   finished_at = CASE WHEN :final THEN clock_timestamp() END
+             WHERE id = :id AND claim_token = :token AND state = :at AND attempt = :attempt
+            RETURNING id
+            """
+        ),
+        {
+            "id": claim.episode_id,
+            "token": claim.token,
+            "at": at,
+            "attempt": claim.attempt,
+            "to": to,
+            "prepared": json.dumps(prepared) if prepared is not None else None,
+            "outcome": outcome,
+            "reward": reward,
+            "reward_parts": json.dumps(reward_parts) if reward_parts is not None else None,
+            "final": to in FINAL_STATES,
+        },
+    ).first()
+    if row is None:
+        raise LeaseLost(f"episode {claim.episode_id} attempt {claim.attempt}: the claim of {claim.worker} is gone")
+    _note(conn, claim.episode_id, claim.attempt, at, to, claim.worker, why)
+    if to in FINAL_STATES:
+        _count_final(conn, [claim.group_id])
+        return None
+    return Wakeup(stage=STAGE_OF[to], episode_id=claim.episode_id, attempt=claim.attempt)
+
+
+def retry(
+    conn: Connection, claim: Claim, *, outcome: Outcome, detail: str, afresh: bool, max_attempts: int
+) -> Wakeup | None:
+    """End the claim after a failure of infrastructure: once more while attempts last, else FAILED.
+
+    `afresh` starts a new attempt from INIT; otherwise the same stage goes on from what is stored. Returns the
+    message to send, None when it is FAILED. Raises LeaseLost if the claim no longer holds.
+    """
+    rows = _give_back(
+        conn,
+        "id = :id AND claim_token = :token",
+        {"id": claim.episode_id, "token": claim.token},
+        afresh="true" if afresh else "false",
+        outcome=outcome,
+        detail=detail,
+        max_attempts=max_attempts,
+    )
+    if rows is None:
+        raise LeaseLost(f"episode {claim.episode_id} attempt {claim.attempt}: the claim of {claim.worker} is gone")
+    return rows[0] if rows else None
+
+
+def release(conn: Connection, tokens: Collection[UUID], *, why: str) -> list[Wakeup]:
+    """Hand claims back on an orderly shutdown, at no cost in attempts; returns the messages to send.
+
+    An episode with a sandbox starts a new attempt: its last command may have been half done.
+    """
+    rows = conn.execute(
+        text(
+            f"""
+            WITH held AS (
+                SELECT id, state, claim_worker, {_NEEDS_SANDBOX} AS afresh,
+                       CASE WHEN {_NEEDS_SANDBOX} THEN 'NEW' ELSE state END AS to_state
+                  FROM episode WHERE claim_token = ANY(CAST(:tokens AS uuid[])) FOR UPDATE
+            ), back AS (
+                UPDATE episode e SET {_UNCLAIM}, {_START_OVER} FROM held WHERE e.id = held.id
+                RETURNING e.id, e.attempt, held.state AS was, e.state, held.claim_worker
+            ), noted AS (
+                INSERT INTO episode_event (episode_id, attempt, from_state, to_state, worker, why)
+                SELECT id, attempt, was, state, claim_worker, :why FROM back
+            )
+            SELECT id, attempt, state FROM back
+            """
+        ),
+        {"tokens": [str(token) for token in tokens], "why": why},
+    )
+    return [Wakeup(stage=STAGE_OF[EpisodeState(r.state)], episode_id=r.id, attempt=r.attempt) for r in rows]
+
+
+def reap(conn: Connection, *, max_attempts: int, limit: int = 500) -> list[Wakeup]:
+    """Take back episodes whose lease ran out; safe to run many at once. Returns the messages to send.
+
+    INIT starts a new attempt; RUN too if it has a sandbox, else it goes on from its stored turns; EVAL goes on.
+    """
+    return (
+        _give_back(
+            conn,
+            "id IN (SELECT id FROM episode WHERE claim_token IS NOT NULL AND lease_until < now()"
+            " ORDER BY lease_until LIMIT :limit FOR UPDATE SKIP LOCKED)",
+            {"limit": limit},
+            afresh=_NEEDS_SANDBOX,
+            outcome=Outcome.LEASE_LOST,
+            detail="the worker died or stalled: its lease ran out",
+            max_attempts=max_attempts,
+        )
+        or []
+    )
+
+
+def resend(conn: Connection, *, after_s: float, limit: int = 500) -> list[Wakeup]:
+    """Unclaimed episodes that were announced longer than `after_s` ago: their message may be lost."""
+    rows = conn.execute(
+        text(
+            """
+            UPDATE episode SET enqueued_at = now()
+             WHERE id IN (SELECT id FROM episode
+                           WHERE claim_token IS NULL AND state IN ('NEW', 'READY', 'SAMPLED')
+                             AND enqueued_at < now() - :after_s * interval '1 second'
+                           ORDER BY enqueued_at LIMIT :limit FOR UPDATE SKIP LOCKED)
+            RETURNING id, attempt, state
+            """
+        ),
+        {"after_s": after_s, "limit": limit},
+    )
+    return [Wakeup(stage=STAGE_OF[EpisodeState(r.state)], episode_id=r.id, attempt=r.attempt) for r in rows]
+
+
+_UNCLAIM = "claim_worker = NULL, claim_token = NULL, lease_until = NULL, enqueued_at = now()"
+_NEEDS_SANDBOX = "(state = 'NEW' OR (state = 'READY' AND prepared -> 'sandbox' <> 'null'))"
+_START_OVER = """
+    state = held.to_state,
+    attempt = e.attempt + CASE WHEN held.afresh THEN 1 ELSE 0 END,
+    num_turns = CASE WHEN held.afresh THEN 0 ELSE e.num_turns END,
+    num_sampled = CASE WHEN held.afresh THEN 0 ELSE e.num_sampled END,
+    version_min = CASE WHEN held.afresh THEN NULL ELSE e.version_min END,
+    version_max = CASE WHEN held.afresh THEN NULL ELSE e.version_max END"""
+
+
+def _give_back(
+    conn: Connection,
+    where: str,
+    params: dict[str, Any],
+    *,
+    afresh: str,
+    outcome: Outcome,
+    detail: str,
+    max_attempts: int,
+) -> list[Wakeup] | None:
+    """Count a failure of the episodes that match, and send them round again or fail them. None = none matched."""
+    rows = conn.execute(
+        text(
+            f"""
+            WITH held AS (
+                SELECT id, state, claim_worker, failures + 1 < :max_attempts AND {afresh} AS afresh,
+                       CASE WHEN failures + 1 >= :max_attempts THEN 'FAILED'
+                            WHEN {afresh} THEN 'NEW' ELSE state END AS to_state
+                  FROM episode WHERE {where} FOR UPDATE
+            ), back AS (
+                UPDATE episode e
+                   SET {_UNCLAIM}, {_START_OVER}, failures = e.failures + 1, detail = :detail,
+                       outcome = CASE WHEN held.to_state = 'FAILED' THEN :outcome ELSE e.outcome END,
+                       finished_at = CASE WHEN held.to_state = 'FAILED' THEN clock_timestamp() END
+                  FROM held WHERE e.id = held.id
+                RETURNING e.id, e.attempt, held.state AS was, e.state, held.claim_worker, e.group_id
+            ), noted AS (
+                INSERT INTO episode_event (episode_id, attempt, from_state, to_state, worker, why)
+                SELECT id, attempt, was, state, claim_worker, :why FROM back
+            )
+            SELECT id, attempt, state, group_id FROM back
+            """
+        ),
+        {**params, "outcome": outcome, "detail": detail, "max_attempts": max_attempts, "why": f"{outcome}: {detail}"},
+    ).all()
+    if not rows:
+        return None
+    _count_final(conn, [row.group_id for row in rows if row.state == EpisodeState.FAILED])
+    return [
+        Wakeup(stage=STAGE_OF[EpisodeState(row.state)], episode_id=row.id, attempt=row.attempt)
+        for row in rows
+        if row.state != EpisodeState.FAILED
+    ]
+
+
+def _count_final(conn: Connection, group_ids: list[int]) -> None:
+    for group_id in sorted(group_ids):
+        conn.execute(
+            text(
+                """
+                UPDATE episode_group
+                   SET num_final = num_final + 1,
+                       state = CASE WHEN num_final + 1 = size THEN 'COMPLETE' ELSE state END,
+                       completed_at = CASE WHEN num_final + 1 = size THEN clock_timestamp() END
+                 WHERE id = :id
+                """
+            ),
+            {"id": group_id},
+        )
+
+
+def _note(
+    conn: Connection, episode_id: int, attempt: int, was: EpisodeState, to: EpisodeState, worker: str, why: str
+) -> None:
+    conn.execute(
+        text(
+            """
+            INSERT INTO episode_event (episode_id, attempt, from_state, to_state, worker, why)
+            VALUES (:id, :attempt, :was, :to, :worker, :why)
+            """
+        ),
+        {"id": episode_id, "attempt": attempt, "was": was, "to": to, "worker": worker, "why": why},
+    )

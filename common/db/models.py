@@ -1,0 +1,280 @@
+"""The tables. Changes here need a migration; `alembic check` in the tests compares both."""
+
+from __future__ import annotations
+
+from datetime import datetime
+from typing import Any
+from uuid import UUID
+
+from sqlalchemy import (
+    BigInteger,
+    CheckConstraint,
+    DateTime,
+    ForeignKey,
+    Identity,
+    Index,
+    LargeBinary,
+    MetaData,
+    SmallInteger,
+    UniqueConstraint,
+    func,
+    text,
+)
+from sqlalchemy.dialects.postgresql import JSONB
+from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column
+
+NAMING = {
+    "ix": "%(table_name)s_%(column_0_N_name)s_ix",
+    "uq": "%(table_name)s_%(column_0_N_name)s_key",
+    "ck": "%(table_name)s_%(constraint_name)s_check",
+    "fk": "%(table_name)s_%(column_0_N_name)s_fkey",
+    "pk": "%(table_name)s_pkey",
+}
+
+
+class Base(DeclarativeBase):
+    metadata = MetaData(naming_convention=NAMING)
+    type_annotation_map = {  # noqa: RUF012
+        datetime: DateTime(timezone=True),
+        dict[str, Any]: JSONB,
+        list[Any]: JSONB,
+        bytes: LargeBinary,
+    }
+
+
+def _id() -> Mapped[int]:
+    return mapped_column(BigInteger, Identity(), primary_key=True)
+
+
+def _now() -> Mapped[datetime]:
+    return mapped_column(server_default=func.now())
+
+
+class Run(Base):
+    """One training run with one policy."""
+
+    __tablename__ = "run"
+    id: Mapped[int] = _id()
+    name: Mapped[str] = mapped_column(unique=True)
+    config: Mapped[dict[str, Any]]
+    """RunConfig as resolved."""
+    state: Mapped[str] = mapped_column(server_default="ACTIVE")
+    epoch: Mapped[int] = mapped_column(server_default="0")
+    """Data cursor: passes over the task set that are finished."""
+    cursor: Mapped[int] = mapped_column(server_default="0")
+    """Data cursor: tasks of this epoch that have a group."""
+    created_at: Mapped[datetime] = _now()
+    finished_at: Mapped[datetime | None]
+
+
+class Task(Base):
+    """One problem. Its key is unique within its data set."""
+
+    __tablename__ = "task"
+    __table_args__ = (UniqueConstraint("dataset", "key"),)
+    id: Mapped[int] = _id()
+    dataset: Mapped[str]
+    key: Mapped[str]
+    handler: Mapped[str]
+    payload: Mapped[dict[str, Any]]
+
+
+class EpisodeGroup(Base):
+    """G episodes of one task in one run."""
+
+    __tablename__ = "episode_group"
+    __table_args__ = (
+        Index("episode_group_complete_ix", "run_id", "id", postgresql_where=text("state = 'COMPLETE'")),
+        Index("episode_group_in_flight_ix", "run_id", postgresql_where=text("state IN ('OPEN', 'COMPLETE', 'TAKEN')")),
+        Index(None, "step_id"),
+    )
+    id: Mapped[int] = _id()
+    run_id: Mapped[int] = mapped_column(ForeignKey("run.id"))
+    task_id: Mapped[int] = mapped_column(ForeignKey("task.id"))
+    size: Mapped[int]
+    num_final: Mapped[int] = mapped_column(server_default="0")
+    """Episodes of the group in a final state."""
+    state: Mapped[str] = mapped_column(server_default="OPEN")
+    step_id: Mapped[int | None] = mapped_column(ForeignKey("train_step.id"))
+    drop_reason: Mapped[str | None]
+    created_at: Mapped[datetime] = _now()
+    completed_at: Mapped[datetime | None]
+
+
+class Episode(Base):
+    """One attempt of the agent at a task."""
+
+    __tablename__ = "episode"
+    __table_args__ = (
+        UniqueConstraint("group_id", "index"),
+        Index(
+            "episode_waiting_ix",
+            "enqueued_at",
+            postgresql_where=text("claim_token IS NULL AND state IN ('NEW', 'READY', 'SAMPLED')"),
+        ),
+        Index("episode_claimed_ix", "lease_until", postgresql_where=text("claim_token IS NOT NULL")),
+        Index(None, "run_id", "state"),
+        CheckConstraint("(state = 'SCORED') = (reward IS NOT NULL)", name="reward_iff_scored"),
+        {"postgresql_with": {"fillfactor": "80"}},
+    )
+    id: Mapped[int] = _id()
+    run_id: Mapped[int] = mapped_column(ForeignKey("run.id"))
+    group_id: Mapped[int] = mapped_column(ForeignKey("episode_group.id"))
+    index: Mapped[int]
+    """0 … G-1 within the group."""
+    state: Mapped[str] = mapped_column(server_default="NEW")
+    attempt: Mapped[int] = mapped_column(SmallInteger, server_default="1")
+    """1 = the first try. A retry that cannot go on from what is stored is a new attempt, with turns of its own."""
+    failures: Mapped[int] = mapped_column(SmallInteger, server_default="0")
+    """Times that infrastructure failed under it, in any stage; bounded by the setting max_attempts."""
+    claim_worker: Mapped[str | None]
+    claim_token: Mapped[UUID | None]
+    """The fence: every write of a stage names it."""
+    lease_until: Mapped[datetime | None]
+    enqueued_at: Mapped[datetime] = _now()
+    """When it was last announced on its queue."""
+    prepared: Mapped[dict[str, Any] | None]
+    """INIT's result: first messages, tools, sandbox."""
+    outcome: Mapped[str | None]
+    detail: Mapped[str | None]
+    """The last error, for people."""
+    reward: Mapped[float | None]
+    reward_parts: Mapped[dict[str, Any] | None]
+    version_min: Mapped[int | None]
+    """Oldest policy version among its sampled tokens."""
+    version_max: Mapped[int | None]
+    num_turns: Mapped[int] = mapped_column(server_default="0")
+    num_sampled: Mapped[int] = mapped_column(server_default="0")
+    """Sampled tokens over all turns."""
+    created_at: Mapped[datetime] = _now()
+    finished_at: Mapped[datetime | None]
+
+
+class EpisodeEvent(Base):
+    """One row per move of an episode: the history that people query."""
+
+    __tablename__ = "episode_event"
+    __table_args__ = (Index(None, "episode_id"),)
+    id: Mapped[int] = _id()
+    episode_id: Mapped[int] = mapped_column(ForeignKey("episode.id"))
+    at: Mapped[datetime] = mapped_column(server_default=text("clock_timestamp()"))
+    attempt: Mapped[int] = mapped_column(SmallInteger)
+    from_state: Mapped[str | None]
+    to_state: Mapped[str]
+    worker: Mapped[str | None]
+    why: Mapped[str | None]
+
+
+class Turn(Base):
+    """One model call of an attempt."""
+
+    __tablename__ = "turn"
+    __table_args__ = (UniqueConstraint("episode_id", "attempt", "index"),)
+    id: Mapped[int] = _id()
+    episode_id: Mapped[int] = mapped_column(ForeignKey("episode.id"))
+    attempt: Mapped[int] = mapped_column(SmallInteger)
+    index: Mapped[int] = mapped_column(SmallInteger)
+    finish_reason: Mapped[str]
+    num_suffix: Mapped[int]
+    num_sampled: Mapped[int]
+    version_spans: Mapped[list[Any]]
+    """[{version, start, end}] over the sampled ids."""
+    digest: Mapped[bytes]
+    """sha256 of the sampled ids and log-probs as they came over the wire."""
+    messages: Mapped[list[Any]]
+    engine: Mapped[str]
+    latency_ms: Mapped[int]
+    created_at: Mapped[datetime] = _now()
+
+
+class TurnTokens(Base):
+    """The token arrays of a turn, apart from the rows that queries scan."""
+
+    __tablename__ = "turn_tokens"
+    turn_id: Mapped[int] = mapped_column(ForeignKey("turn.id", ondelete="CASCADE"), primary_key=True)
+    suffix_ids: Mapped[bytes]
+    """int32 little-endian; what was appended to the prompt before this turn."""
+    sampled_ids: Mapped[bytes]
+    """int32 little-endian."""
+    logprobs: Mapped[bytes]
+    """float32 little-endian, nats."""
+
+
+class Sandbox(Base):
+    """A sandbox that INIT made and somebody must remove."""
+
+    __tablename__ = "sandbox"
+    __table_args__ = (
+        UniqueConstraint("episode_id", "attempt"),
+        Index("sandbox_live_ix", "episode_id", postgresql_where=text("destroyed_at IS NULL")),
+    )
+    id: Mapped[int] = _id()
+    episode_id: Mapped[int] = mapped_column(ForeignKey("episode.id"))
+    attempt: Mapped[int] = mapped_column(SmallInteger)
+    backend: Mapped[str]
+    node: Mapped[str]
+    handle: Mapped[str]
+    created_at: Mapped[datetime] = _now()
+    destroyed_at: Mapped[datetime | None]
+
+
+class Engine(Base):
+    """An inference server that serves one run's policy."""
+
+    __tablename__ = "engine"
+    id: Mapped[int] = _id()
+    url: Mapped[str] = mapped_column(unique=True)
+    run_id: Mapped[int | None] = mapped_column(ForeignKey("run.id"))
+    state: Mapped[str] = mapped_column(server_default="SERVING")
+    version: Mapped[int | None]
+    """Policy version of `run_id` that it serves; None = none yet."""
+    owner: Mapped[str | None]
+    """The weight keeper that may load weights into it."""
+    owner_until: Mapped[datetime | None]
+    healthy_at: Mapped[datetime | None]
+    """When it last answered."""
+    failures: Mapped[int] = mapped_column(server_default="0")
+    """Failed loads or probes in a row."""
+    retry_at: Mapped[datetime | None]
+    error: Mapped[str | None]
+
+
+class PolicyVersion(Base):
+    """A published version of a run's weights; 0 = the start weights."""
+
+    __tablename__ = "policy_version"
+    run_id: Mapped[int] = mapped_column(ForeignKey("run.id"), primary_key=True)
+    number: Mapped[int] = mapped_column(primary_key=True, autoincrement=False)
+    path: Mapped[str]
+    manifest_sha256: Mapped[str]
+    published_at: Mapped[datetime] = mapped_column(server_default=text("clock_timestamp()"))
+
+
+class TrainStep(Base):
+    """One training step: OPEN with its groups, then DONE with its version, in one transaction each."""
+
+    __tablename__ = "train_step"
+    __table_args__ = (
+        UniqueConstraint("run_id", "version_in"),
+        Index("train_step_open_ix", "run_id", unique=True, postgresql_where=text("state = 'OPEN'")),
+    )
+    id: Mapped[int] = _id()
+    run_id: Mapped[int] = mapped_column(ForeignKey("run.id"))
+    version_in: Mapped[int]
+    """The version that is trained; the step makes version_in + 1."""
+    state: Mapped[str] = mapped_column(server_default="OPEN")
+    metrics: Mapped[dict[str, Any] | None]
+    started_at: Mapped[datetime] = mapped_column(server_default=text("clock_timestamp()"))
+    finished_at: Mapped[datetime | None]
+
+
+class TrainedEpisode(Base):
+    """An episode that went into a loss. The primary key makes training one twice impossible."""
+
+    __tablename__ = "trained_episode"
+    episode_id: Mapped[int] = mapped_column(ForeignKey("episode.id"), primary_key=True, autoincrement=False)
+    step_id: Mapped[int] = mapped_column(ForeignKey("train_step.id"), index=True)
+    digest: Mapped[bytes]
+    """sha256 over the turns' digests, recomputed from the very arrays that entered the loss."""
+    advantage: Mapped[float]
+    num_tokens: Mapped[int]

@@ -1,0 +1,92 @@
+"""Runs: opening one from its configuration, its state, its data cursor."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+
+from sqlalchemy import Connection, Row, text
+
+from common.config import RunConfig
+from common.episode import RunState
+from common.errors import SetupError
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    """A run as stored."""
+
+    id: int
+    name: str
+    config: RunConfig
+    state: RunState
+
+
+def open_run(conn: Connection, config: RunConfig) -> Run:
+    """The run of this name, made if it is new. Raises SetupError if it exists with another configuration."""
+    document = config.model_dump_json()
+    conn.execute(
+        text("INSERT INTO run (name, config) VALUES (:name, CAST(:config AS jsonb)) ON CONFLICT (name) DO NOTHING"),
+        {"name": config.name, "config": document},
+    )
+    run = find(conn, config.name)
+    assert run is not None
+    if run.config != config:
+        raise SetupError(f"run {config.name} exists with another configuration: {_difference(run.config, config)}")
+    return run
+
+
+def _difference(old: RunConfig, new: RunConfig) -> str:
+    before, after = json.loads(old.model_dump_json()), json.loads(new.model_dump_json())
+    changed = [f"{key}: {before[key]} -> {after[key]}" for key in after if before[key] != after[key]]
+    return "; ".join(changed) + ". Take another name, or the old values"
+
+
+def find(conn: Connection, name: str) -> Run | None:
+    """The run of this name."""
+    row = conn.execute(text("SELECT id, name, config, state FROM run WHERE name = :name"), {"name": name}).first()
+    return _run(row) if row else None
+
+
+def active(conn: Connection) -> list[Run]:
+    """Runs that the feeder feeds."""
+    rows = conn.execute(text("SELECT id, name, config, state FROM run WHERE state = 'ACTIVE' ORDER BY id"))
+    return [_run(row) for row in rows]
+
+
+def finish(conn: Connection, run_id: int) -> None:
+    """Mark a run whose last version is published."""
+    conn.execute(
+        text("UPDATE run SET state = 'FINISHED', finished_at = now() WHERE id = :id AND state = 'ACTIVE'"),
+        {"id": run_id},
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataCursor:
+    """How far a run has read its task set."""
+
+    epoch: int
+    """Whole passes that are behind it."""
+    index: int
+    """Tasks of this pass that have a group."""
+
+
+def lock_cursor(conn: Connection, run_id: int) -> DataCursor | None:
+    """The cursor of an ACTIVE run, locked until the transaction ends: one feeder at a time. None = not active."""
+    row = conn.execute(
+        text("SELECT epoch, cursor FROM run WHERE id = :id AND state = 'ACTIVE' FOR UPDATE"), {"id": run_id}
+    ).first()
+    return DataCursor(epoch=row.epoch, index=row.cursor) if row else None
+
+
+def move_cursor(conn: Connection, run_id: int, cursor: DataCursor) -> None:
+    """Store the cursor, in the transaction that makes the groups."""
+    conn.execute(
+        text("UPDATE run SET epoch = :epoch, cursor = :index WHERE id = :id"),
+        {"id": run_id, "epoch": cursor.epoch, "index": cursor.index},
+    )
+
+
+def _run(row: Row[tuple[int, str, object, str]]) -> Run:
+    return Run(id=row.id, name=row.name, config=RunConfig.model_validate(row.config), state=RunState(row.state))

@@ -1,0 +1,115 @@
+"""Connections to Postgres, and the check that program and schema fit."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import lru_cache
+from importlib.resources import as_file, files
+
+from alembic import command
+from alembic.config import Config
+from alembic.runtime.migration import MigrationContext
+from alembic.script import ScriptDirectory
+from sqlalchemy import Connection, Engine, create_engine, text
+from sqlalchemy.exc import ArgumentError, OperationalError
+
+from common.errors import SetupError
+from common.settings import masked
+
+CONNECT_TIMEOUT_S = 5
+MIGRATION_LOCK = 7_261_004
+
+
+class Database:
+    """A pool of connections. Transactions are short: never hold one across a request or a sandbox call."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.engine = engine
+
+    @classmethod
+    def connect(cls, url: str, *, pool_size: int = 8) -> Database:
+        """Make the pool and try it. Raises SetupError that says what is wrong with the URL or the server."""
+        try:
+            engine = create_engine(
+                url.replace("postgresql://", "postgresql+psycopg2://", 1),
+                pool_size=pool_size,
+                max_overflow=pool_size,
+                pool_pre_ping=True,
+                connect_args={"connect_timeout": CONNECT_TIMEOUT_S, "application_name": "rollmill"},
+            )
+        except ArgumentError:
+            raise SetupError(
+                f"database URL {masked(url)!r} is malformed: give postgresql://user:password@host:port/name"
+            ) from None
+        database = cls(engine)
+        try:
+            with database.begin() as conn:
+                conn.execute(text("SELECT 1"))
+        except OperationalError as error:
+            engine.dispose()
+            reason = str(error.orig).strip().splitlines()[-1]
+            raise SetupError(f"cannot use the database {masked(url)}: {reason}") from None
+        return database
+
+    @contextmanager
+    def begin(self) -> Iterator[Connection]:
+        """One transaction: committed at the end of the block, rolled back on any error."""
+        with self.engine.begin() as conn:
+            yield conn
+
+    def dispose(self) -> None:
+        self.engine.dispose()
+
+
+@contextmanager
+def _alembic_config() -> Iterator[Config]:
+    with as_file(files("migrations")) as folder:
+        config = Config()
+        config.set_main_option("script_location", str(folder))
+        yield config
+
+
+@lru_cache(maxsize=1)
+def head_revision() -> str:
+    """The newest revision that this program knows."""
+    with _alembic_config() as config:
+        head = ScriptDirectory.from_config(config).get_current_head()
+    assert head is not None
+    return head
+
+
+def current_revision(database: Database) -> str | None:
+    """The revision of the database; None = empty."""
+    with database.begin() as conn:
+        return MigrationContext.configure(conn).get_current_revision()
+
+
+def migrate(database: Database) -> None:
+    """Bring the schema up to this program's revision; safe to run from several processes at once."""
+    _refuse_newer(database)
+    with database.begin() as conn, _alembic_config() as config:
+        conn.execute(text("SELECT pg_advisory_xact_lock(:key)"), {"key": MIGRATION_LOCK})
+        config.attributes["connection"] = conn
+        command.upgrade(config, "head")
+
+
+def check_schema(database: Database) -> None:
+    """Raise SetupError unless the schema is exactly this program's."""
+    _refuse_newer(database)
+    found = current_revision(database)
+    if found != head_revision():
+        raise SetupError(
+            f"the database has schema {found or '(none)'}, this program needs {head_revision()}: run `rollmill migrate`"
+        )
+
+
+def _refuse_newer(database: Database) -> None:
+    found = current_revision(database)
+    with _alembic_config() as config:
+        known = {script.revision for script in ScriptDirectory.from_config(config).walk_revisions()}
+    if found is not None and found not in known:
+        raise SetupError(
+            f"the database has schema {found}, which is newer than this program ({head_revision()}): "
+            "upgrade rollmill, or point ROLLMILL_DATABASE_URL at another database"
+        )

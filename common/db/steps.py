@@ -1,0 +1,165 @@
+"""Training steps: taking groups under the staleness bound, and marking a step done with its version, at once."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from dataclasses import dataclass
+
+from sqlalchemy import Connection, text
+
+from common.db import turns, versions
+from common.episode import DropReason, ScoredEpisode
+from common.outcomes import AGENT_OUTCOMES
+from common.weights import Published
+
+
+@dataclass(frozen=True, kw_only=True)
+class Step:
+    """A training step that is OPEN: its groups are TAKEN."""
+
+    id: int
+    run_id: int
+    version_in: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Take:
+    """What taking groups gave."""
+
+    step: Step | None
+    """None = not enough complete groups yet."""
+    dropped: Counter[DropReason]
+    """Groups that were dropped on the way."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScoredGroup:
+    """A group as the trainer reads it: its SCORED episodes only."""
+
+    group_id: int
+    episodes: tuple[ScoredEpisode, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainedEpisode:
+    """An episode that went into a loss."""
+
+    episode_id: int
+    digest: bytes
+    """Over its turns, recomputed from the arrays that entered the loss."""
+    advantage: float
+    num_tokens: int
+
+
+def open_step(conn: Connection, run_id: int) -> Step | None:
+    """The step that a trainer left unfinished; None = none."""
+    row = conn.execute(
+        text("SELECT id, run_id, version_in FROM train_step WHERE run_id = :run_id AND state = 'OPEN'"),
+        {"run_id": run_id},
+    ).first()
+    return Step(id=row.id, run_id=row.run_id, version_in=row.version_in) if row else None
+
+
+def take_groups(conn: Connection, run_id: int, *, version_in: int, num_groups: int, max_staleness: int) -> Take:
+    """Open a step with the oldest `num_groups` complete groups; fewer are left where they are.
+
+    Groups whose oldest token is more than `max_staleness` versions behind `version_in`, or that have no baseline,
+    are dropped and counted.
+    """
+    dropped = _drop(conn, run_id, oldest=version_in - max_staleness)
+    ids = [
+        row.id
+        for row in conn.execute(
+            text(
+                """
+                SELECT id FROM episode_group WHERE run_id = :run_id AND state = 'COMPLETE'
+                 ORDER BY id LIMIT :num_groups FOR UPDATE SKIP LOCKED
+                """
+            ),
+            {"run_id": run_id, "num_groups": num_groups},
+        )
+    ]
+    if len(ids) < num_groups:
+        return Take(step=None, dropped=dropped)
+    step_id = conn.execute(
+        text("INSERT INTO train_step (run_id, version_in) VALUES (:run_id, :version_in) RETURNING id"),
+        {"run_id": run_id, "version_in": version_in},
+    ).scalar_one()
+    conn.execute(
+        text("UPDATE episode_group SET state = 'TAKEN', step_id = :step_id WHERE id = ANY(:ids)"),
+        {"step_id": step_id, "ids": ids},
+    )
+    return Take(step=Step(id=step_id, run_id=run_id, version_in=version_in), dropped=dropped)
+
+
+def _drop(conn: Connection, run_id: int, *, oldest: int) -> Counter[DropReason]:
+    rows = conn.execute(
+        text(
+            """
+            WITH complete AS (
+                SELECT id FROM episode_group WHERE run_id = :run_id AND state = 'COMPLETE' FOR UPDATE SKIP LOCKED
+            ), judged AS (
+                SELECT c.id, CASE WHEN min(e.version_min) < :oldest THEN 'stale'
+                                  WHEN count(*) FILTER (WHERE e.state = 'SCORED' AND e.outcome = ANY(:agent)) < 2
+                                  THEN 'too_few_samples' END AS reason
+                  FROM complete c JOIN episode e ON e.group_id = c.id GROUP BY c.id
+            )
+            UPDATE episode_group g SET state = 'DROPPED', drop_reason = judged.reason
+              FROM judged WHERE g.id = judged.id AND judged.reason IS NOT NULL
+            RETURNING judged.reason
+            """
+        ),
+        {"run_id": run_id, "oldest": oldest, "agent": sorted(AGENT_OUTCOMES)},
+    )
+    return Counter(DropReason(row.reason) for row in rows)
+
+
+def load_groups(conn: Connection, step_id: int) -> list[ScoredGroup]:
+    """The groups of a step with their scored episodes, in order."""
+    by_group: dict[int, list[ScoredEpisode]] = {}
+    for episode in turns.load_for_step(conn, step_id):
+        by_group.setdefault(episode.group_id, []).append(episode)
+    return [ScoredGroup(group_id=group_id, episodes=tuple(episodes)) for group_id, episodes in by_group.items()]
+
+
+def finish_step(
+    conn: Connection,
+    step: Step,
+    *,
+    published: Published,
+    metrics: dict[str, float],
+    trained: list[TrainedEpisode],
+) -> None:
+    """Step DONE, groups TRAINED, version published, episodes accounted for: one transaction, all or nothing."""
+    conn.execute(
+        text(
+            """
+            UPDATE train_step SET state = 'DONE', metrics = CAST(:metrics AS jsonb), finished_at = clock_timestamp()
+             WHERE id = :id AND state = 'OPEN'
+            """
+        ),
+        {"id": step.id, "metrics": json.dumps(metrics, allow_nan=False)},
+    )
+    conn.execute(
+        text("UPDATE episode_group SET state = 'TRAINED' WHERE step_id = :id AND state = 'TAKEN'"), {"id": step.id}
+    )
+    conn.execute(
+        text(
+            """
+            INSERT INTO trained_episode (step_id, episode_id, digest, advantage, num_tokens)
+            VALUES (:step_id, :episode_id, :digest, :advantage, :num_tokens)
+            """
+        ),
+        [
+            {
+                "step_id": step.id,
+                "episode_id": episode.episode_id,
+                "digest": episode.digest,
+                "advantage": episode.advantage,
+                "num_tokens": episode.num_tokens,
+            }
+            for episode in trained
+        ],
+    )
+    versions.publish(conn, step.run_id, step.version_in + 1, published)

@@ -1,0 +1,45 @@
+"""The error model.
+
+SetupError: the person at the terminal can mend it; shown as one line. EpisodeError: this episode's attempt is
+over, the process is fine. LeaseLost: somebody else works on the episode now; write nothing more. All else crashes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from common.outcomes import Outcome
+
+
+class RollmillError(Exception):
+    """Root of the tree."""
+
+
+class SetupError(RollmillError):
+    """Something outside the program is missing or wrong. The message is one line that says what to do."""
+
+
+class EpisodeError(RollmillError):
+    """An attempt failed for a reason of infrastructure; the stage retries it while attempts last."""
+
+    def __init__(self, outcome: Outcome, detail: str) -> None:
+        assert not outcome.is_agent, f"{outcome} is an agent outcome, not an error"
+        super().__init__(f"{outcome}: {detail}")
+        self.outcome = outcome
+        self.detail = detail
+
+
+class LeaseLost(RollmillError):
+    """The claim on the episode is no longer ours: its token does not match, or the lease ran out."""
+
+
+@contextmanager
+def boundary(outcome: Outcome, what: str) -> Iterator[None]:
+    """Attribute any error that escapes the block to `outcome`; errors of our own tree pass unchanged."""
+    try:
+        yield
+    except RollmillError:
+        raise
+    except Exception as error:
+        raise EpisodeError(outcome, f"{what}: {type(error).__name__}: {error}") from error

@@ -1,0 +1,50 @@
+"""How an episode ended, each with a sentence. Agent outcomes are data; infrastructure outcomes are never trained."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+
+
+class Outcome(StrEnum):
+    """Why an episode ended. Stored in `episode.outcome`."""
+
+    FINISHED = "finished"
+    """The agent gave a final answer."""
+    TURN_LIMIT = "turn_limit"
+    """The agent used all its turns without a final answer."""
+    TOKEN_LIMIT = "token_limit"
+    """A turn reached its token limit before the agent closed it."""
+    CONTEXT_LIMIT = "context_limit"
+    """The next prompt would not fit the policy's context; the turns so far are kept."""
+    FORMAT_ERROR = "format_error"
+    """The agent's turn could not be parsed (an unclosed or invalid tool call)."""
+    AGENT_TIMEOUT = "agent_timeout"
+    """The episode used up its time budget in RUN; it is scored with what it has."""
+
+    SANDBOX_FAILED = "sandbox_failed"
+    """The sandbox could not be made, or died under the agent."""
+    ENGINE_LOST = "engine_lost"
+    """No engine answered within the deadline."""
+    CAPTURE_INCOMPLETE = "capture_incomplete"
+    """The engine returned ids without log-probs or versions: nothing that could be trained."""
+    HANDLER_FAILED = "handler_failed"
+    """The task's handler raised an error."""
+    LEASE_LOST = "lease_lost"
+    """Workers died or stalled under the episode on every attempt."""
+
+    @property
+    def is_agent(self) -> bool:
+        """True when the outcome says something about the policy and may enter a baseline or a loss."""
+        return self in AGENT_OUTCOMES
+
+
+AGENT_OUTCOMES = frozenset(
+    {
+        Outcome.FINISHED,
+        Outcome.TURN_LIMIT,
+        Outcome.TOKEN_LIMIT,
+        Outcome.CONTEXT_LIMIT,
+        Outcome.FORMAT_ERROR,
+        Outcome.AGENT_TIMEOUT,
+    }
+)

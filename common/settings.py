@@ -1,0 +1,83 @@
+"""Settings of the processes, from `ROLLMILL_*` variables: frozen, bounded, unknown names refused, secrets masked."""
+
+from __future__ import annotations
+
+import difflib
+import os
+import re
+from functools import lru_cache
+from pathlib import Path
+
+from pydantic import Field, ValidationError
+from pydantic_settings import BaseSettings, SettingsConfigDict
+
+from common.errors import SetupError
+
+PREFIX = "ROLLMILL_"
+
+
+class Settings(BaseSettings):
+    """One instance per process; `settings()` makes it."""
+
+    model_config = SettingsConfigDict(env_prefix=PREFIX, frozen=True, extra="forbid")
+
+    database_url: str | None = None
+    """postgresql://user:password@host:port/name; None = the embedded server of the one-machine stack."""
+    broker_url: str | None = None
+    """amqp:// (RabbitMQ) or redis:// (valkey); None = the embedded broker of the one-machine stack."""
+    data_dir: Path = Path(".rollmill")
+    """Weights, checkpoints, sandboxes, logs; the embedded database too. Shared by the fleets and the trainer."""
+    lease_s: float = Field(default=15.0, gt=0)
+    """How long a claim holds without a heartbeat. Work of a dead worker is taken up again after it."""
+    heartbeat_s: float = Field(default=3.0, gt=0)
+    """How often a worker process renews its leases."""
+    resend_after_s: float = Field(default=15.0, gt=0)
+    """An unclaimed episode is announced on its queue again after this; longer than a usual wait in the queue."""
+    reap_every_s: float = Field(default=1.0, gt=0)
+    feed_every_s: float = Field(default=0.1, gt=0)
+    max_attempts: int = Field(default=5, ge=1)
+    """Attempts of an episode, before it is FAILED."""
+    engine_wait_s: float = Field(default=90.0, gt=0)
+    """How long a turn waits for an engine with a fresh enough version, before the attempt fails."""
+    keeper_poll_s: float = Field(default=1.0, gt=0)
+    """How often the weight keeper compares engines with the newest version when no announcement comes."""
+    request_timeout_s: float = Field(default=60.0, gt=0)
+    """Time limit of one generate request."""
+    log_level: str = Field(default="INFO", pattern="^(DEBUG|INFO|WARNING|ERROR)$")
+
+    def require_database_url(self) -> str:
+        if self.database_url is None:
+            raise SetupError("ROLLMILL_DATABASE_URL is not set: give postgresql://user:password@host:port/name")
+        return self.database_url
+
+    def require_broker_url(self) -> str:
+        if self.broker_url is None:
+            raise SetupError("ROLLMILL_BROKER_URL is not set: give amqp://user:password@host:port//")
+        return self.broker_url
+
+
+def masked(url: str) -> str:
+    """The URL with its password replaced, for logs and messages."""
+    return re.sub(r"(://[^:/@]*):[^@]*@", r"\1:***@", url)
+
+
+def load_settings() -> Settings:
+    """Read the environment. Raises SetupError for an unknown or wrong `ROLLMILL_*` variable."""
+    known = {PREFIX + name.upper() for name in Settings.model_fields}
+    for name in os.environ:
+        if name.startswith(PREFIX) and name not in known:
+            near = difflib.get_close_matches(name, known, n=1)
+            hint = f"did you mean {near[0]}?" if near else f"known are {', '.join(sorted(known))}"
+            raise SetupError(f"unknown variable {name}: {hint}")
+    try:
+        return Settings()
+    except ValidationError as error:
+        first = error.errors()[0]
+        name = PREFIX + ".".join(str(part) for part in first["loc"]).upper()
+        raise SetupError(f"{name}={first['input']!r}: {first['msg']}") from None
+
+
+@lru_cache(maxsize=1)
+def settings() -> Settings:
+    """The settings of this process, read at the first call."""
+    return load_settings()

@@ -1,0 +1,3 @@
+"""Alembic's environment and revisions. Migrations go forward only and are never edited."""
+
+from __future__ import annotations
