@@ -1,0 +1,50 @@
+# One command each. Every target makes what it needs from nothing; ARGS="..." is passed on.
+SHELL := /bin/sh
+.DEFAULT_GOAL := help
+
+PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11; do \
+	$$p -c 'import sys, venv, ensurepip; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $$p && break; done)
+VENV := .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip --disable-pip-version-check
+export BROKER
+
+.PHONY: help demo dev check test services clean
+
+help: ## show the targets
+	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+$(BIN)/python:
+	@test -n "$(PYTHON)" || { echo "rollmill needs Python 3.11 or newer with venv: install python3 and python3-venv" >&2; exit 1; }
+	@$(PYTHON) -m venv $(VENV) || { echo "could not make $(VENV): install python3-venv, or set PYTHON=..." >&2; exit 1; }
+
+$(VENV)/.demo: $(BIN)/python pyproject.toml requirements.lock
+	@echo "installing into $(VENV) (once) ..."
+	@$(PIP) install -q -c requirements.lock -e '.[local,train]'
+	@touch $@
+
+$(VENV)/.dev: $(VENV)/.demo
+	@$(PIP) install -q -c requirements.lock -e '.[local,train,dev]'
+	@touch $@
+
+demo: ## run the whole loop on this machine and watch it learn (ARGS="--help")
+	@begun=$$(date +%s); $(MAKE) -s $(VENV)/.demo && \
+	exec $(BIN)/rollmill demo --setup-seconds $$(( $$(date +%s) - begun )) $(ARGS)
+
+dev: $(VENV)/.dev ## make the environment for work on rollmill
+
+check: $(VENV)/.dev ## lint, types, import contracts, unit tests
+	@$(BIN)/ruff check .
+	@$(BIN)/ruff format --check -q .
+	@$(BIN)/mypy
+	@$(BIN)/lint-imports --no-cache
+	@$(BIN)/python -m pytest tests/unit tests/contracts -q $(ARGS)
+
+services: ## install RabbitMQ and bubblewrap from Debian's packages where that is allowed
+	@sh tests/install_services.sh
+
+test: $(VENV)/.dev services check ## everything: check, then the tests on real services and the whole loop
+	@$(BIN)/python -m pytest tests/integration tests/e2e $(ARGS)
+
+clean: ## remove the environment and the demo's data
+	rm -rf $(VENV) .rollmill
