@@ -30,6 +30,10 @@ class EpisodeError(RollmillError):
         self.detail = detail
 
 
+class DatabaseUnavailable(RollmillError):
+    """The database did not answer. Nothing was written; leases and the reaper bring the work back."""
+
+
 class LeaseLost(RollmillError):
     """The claim on the episode is no longer ours: its token does not match, or the lease ran out."""
 

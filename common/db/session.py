@@ -12,9 +12,9 @@ from alembic.config import Config
 from alembic.runtime.migration import MigrationContext
 from alembic.script import ScriptDirectory
 from sqlalchemy import Connection, Engine, create_engine, text
-from sqlalchemy.exc import ArgumentError, OperationalError
+from sqlalchemy.exc import ArgumentError, InterfaceError, OperationalError
 
-from common.errors import SetupError
+from common.errors import DatabaseUnavailable, SetupError
 from common.settings import masked
 
 CONNECT_TIMEOUT_S = 5
@@ -46,17 +46,22 @@ class Database:
         try:
             with database.begin() as conn:
                 conn.execute(text("SELECT 1"))
-        except OperationalError as error:
+        except DatabaseUnavailable as error:
             engine.dispose()
-            reason = str(error.orig).strip().splitlines()[-1]
-            raise SetupError(f"cannot use the database {masked(url)}: {reason}") from None
+            raise SetupError(f"cannot use the database {masked(url)}: {error}. Check ROLLMILL_DATABASE_URL") from None
         return database
 
     @contextmanager
     def begin(self) -> Iterator[Connection]:
-        """One transaction: committed at the end of the block, rolled back on any error."""
-        with self.engine.begin() as conn:
-            yield conn
+        """One transaction: committed at the end of the block, rolled back on any error.
+
+        Raises DatabaseUnavailable when the server is gone, so that callers need not know the driver's errors.
+        """
+        try:
+            with self.engine.begin() as conn:
+                yield conn
+        except (OperationalError, InterfaceError) as error:
+            raise DatabaseUnavailable(str(error.orig).strip().splitlines()[0]) from error
 
     def dispose(self) -> None:
         self.engine.dispose()

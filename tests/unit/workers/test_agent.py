@@ -1,0 +1,145 @@
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+
+import pytest
+
+from common.config import RolloutConfig
+from common.episode import FinishReason, Message, Sampled, ToolCall, ToolSpec, Turn, VersionSpan
+from common.outcomes import Outcome
+from workers.agent import Agent, ContextFull, Generated, prompt_ids
+from workers.tool_calls import ParsedTurn
+
+CLOSE = 0
+"""The token that closes a turn; every other token of these tests is a character code."""
+
+
+class CharRenderer:
+    """One token a character: small enough to see every id."""
+
+    def first_prompt(self, messages: Sequence[Message], tools: Sequence[ToolSpec]) -> list[int]:
+        return [ord(character) for message in messages for character in message.content]
+
+    def suffix(self, tool_messages: Sequence[Message]) -> list[int]:
+        return [ord("|"), *self.first_prompt(tool_messages, ()), ord(">")]
+
+    def parse(self, ids: Sequence[int]) -> ParsedTurn:
+        text = "".join(chr(token) for token in ids if token != CLOSE)
+        if text.startswith("!"):
+            return ParsedTurn(content=text, tool_calls=(), error="bad form")
+        calls = (ToolCall(name="t", arguments={"x": text[1:]}),) if text.startswith("@") else ()
+        return ParsedTurn(content=text, tool_calls=calls, error=None)
+
+
+def said(text: str, finish: FinishReason = FinishReason.STOP) -> Sampled:
+    ids = (*[ord(character) for character in text], *((CLOSE,) if finish is FinishReason.STOP else ()))
+    spans = (VersionSpan(version=3, start=0, end=len(ids)),)
+    return Sampled(ids=ids, logprobs=tuple(-0.5 for _ in ids), spans=spans, finish_reason=finish)
+
+
+class Scripted:
+    """Answers the prompts it gets with a fixed list of turns, and keeps what it was sent."""
+
+    def __init__(self, *turns: Sampled | Exception, max_turns: int = 4, spent_s: Callable[[], float] = lambda: 0.0):
+        self.turns = list(turns)
+        self.prompts: list[list[int]] = []
+        self.saved: list[Turn] = []
+        self.called: list[ToolCall] = []
+        self.agent = Agent(
+            renderer=CharRenderer(),
+            config=RolloutConfig(max_turns=max_turns, episode_timeout_s=10),
+            generate=self.generate,
+            call_tool=self.call_tool,
+            save=self.save,
+            spent_s=spent_s,
+        )
+
+    async def generate(self, prompt: list[int]) -> Generated:
+        self.prompts.append(prompt)
+        turn = self.turns.pop(0)
+        if isinstance(turn, Exception):
+            raise turn
+        return Generated(sampled=turn, engine="engine", latency_ms=5)
+
+    async def call_tool(self, call: ToolCall) -> str:
+        self.called.append(call)
+        return f"r{json.dumps(call.arguments['x'])}"
+
+    async def save(self, turn: Turn) -> None:
+        self.saved.append(turn)
+
+    async def play(self, stored: Sequence[Turn] = ()) -> Outcome:
+        return await self.agent.play([Message(role="user", content="go")], [], stored)
+
+
+async def test_every_prompt_is_what_was_sent_and_sampled_before_plus_the_suffix():
+    script = Scripted(said("@a"), said("@b"), said("done"))
+
+    assert await script.play() is Outcome.FINISHED
+
+    assert script.prompts[0] == [ord("g"), ord("o")]
+    for turn, (before, after) in zip(
+        script.saved[:-1], zip(script.prompts[:-1], script.prompts[1:], strict=True), strict=True
+    ):
+        assert after == before + list(turn.sampled.ids) + list(script.saved[turn.index + 1].suffix_ids)
+    assert prompt_ids(script.saved) == script.prompts[-1] + list(said("done").ids)
+
+
+async def test_tool_results_follow_the_call_in_the_stored_messages():
+    script = Scripted(said("@a"), said("done"))
+    await script.play()
+    assert [(message.role, message.content) for message in script.saved[0].messages] == [
+        ("assistant", "@a"),
+        ("tool", 'r"a"'),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("turns", "outcome"),
+    [
+        ([said("done")], Outcome.FINISHED),
+        ([said("!x")], Outcome.FORMAT_ERROR),
+        ([said("@a", FinishReason.LENGTH)], Outcome.TOKEN_LIMIT),
+        ([said("@a"), said("@b")], Outcome.TURN_LIMIT),
+        ([said("@a"), ContextFull()], Outcome.CONTEXT_LIMIT),
+    ],
+)
+async def test_each_way_to_end_keeps_what_was_sampled(turns: list[Sampled | Exception], outcome: Outcome):
+    script = Scripted(*turns, max_turns=2)
+    assert await script.play() is outcome
+    assert len(script.saved) == sum(isinstance(turn, Sampled) for turn in turns)
+
+
+async def test_a_cut_off_or_last_turn_calls_no_tool():
+    cut = Scripted(said("@a", FinishReason.LENGTH))
+    last = Scripted(said("@a"), max_turns=1)
+    await cut.play()
+    await last.play()
+    assert cut.called == last.called == []
+
+
+async def test_goes_on_after_stored_turns_without_playing_them_again():
+    first = Scripted(said("@a"), said("done"))
+    await first.play()
+    second = Scripted(said("done"))
+
+    assert await second.play(first.saved[:1]) is Outcome.FINISHED
+
+    assert second.prompts == first.prompts[1:]
+    assert [turn.index for turn in second.saved] == [1]
+    assert second.called == []
+
+
+async def test_an_episode_whose_last_turn_is_stored_ends_without_another_request():
+    first = Scripted(said("done"))
+    await first.play()
+    again = Scripted()
+    assert await again.play(first.saved) is Outcome.FINISHED
+    assert again.prompts == []
+
+
+async def test_a_spent_time_budget_ends_between_turns():
+    script = Scripted(said("@a"), said("done"), spent_s=lambda: 11.0 if script.saved else 0.0)
+    assert await script.play() is Outcome.AGENT_TIMEOUT
+    assert len(script.saved) == 1

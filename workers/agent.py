@@ -1,0 +1,101 @@
+"""The agent loop: prompts made of ids only, turns played until the episode ends. Knows no queue, table or clock.
+
+The prompt of turn k+1 is the prompt of turn k, the ids sampled in it and the ids of the new suffix.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from common.config import RolloutConfig
+from common.episode import FinishReason, Message, Sampled, ToolCall, ToolSpec, Turn
+from common.outcomes import Outcome
+from workers.tool_calls import ParsedTurn
+
+
+class ContextFull(Exception):
+    """The next prompt does not fit the policy's context."""
+
+
+class Renderer(Protocol):
+    """What the loop needs of a renderer; `workers.render.Renderer` is one."""
+
+    def first_prompt(self, messages: Sequence[Message], tools: Sequence[ToolSpec]) -> list[int]: ...
+    def suffix(self, tool_messages: Sequence[Message]) -> list[int]: ...
+    def parse(self, ids: Sequence[int]) -> ParsedTurn: ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class Generated:
+    """What an engine answered."""
+
+    sampled: Sampled
+    engine: str
+    latency_ms: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Agent:
+    """Plays one episode."""
+
+    renderer: Renderer
+    config: RolloutConfig
+    generate: Callable[[list[int]], Awaitable[Generated]]
+    """Prompt ids to sampled ids. Raises ContextFull when the prompt is too long."""
+    call_tool: Callable[[ToolCall], Awaitable[str]]
+    save: Callable[[Turn], Awaitable[None]]
+    """Stores a turn; the loop goes on only after it."""
+    spent_s: Callable[[], float]
+    """Time that the agent has used of its budget."""
+
+    async def play(self, messages: Sequence[Message], tools: Sequence[ToolSpec], stored: Sequence[Turn]) -> Outcome:
+        """Play from the first messages, or go on after the `stored` turns; returns why the episode ended."""
+        turns = list(stored)
+        while (outcome := self._ended(turns)) is None:
+            suffix = self.renderer.suffix(_results(turns[-1])) if turns else self.renderer.first_prompt(messages, tools)
+            try:
+                generated = await self.generate([*prompt_ids(turns), *suffix])
+            except ContextFull:
+                return Outcome.CONTEXT_LIMIT
+            turn = Turn(
+                index=len(turns),
+                suffix_ids=tuple(suffix),
+                sampled=generated.sampled,
+                messages=await self._respond(generated.sampled, is_last=len(turns) + 1 == self.config.max_turns),
+                engine=generated.engine,
+                latency_ms=generated.latency_ms,
+            )
+            await self.save(turn)
+            turns.append(turn)
+        return outcome
+
+    def _ended(self, turns: Sequence[Turn]) -> Outcome | None:
+        if turns:
+            if turns[-1].sampled.finish_reason is not FinishReason.STOP:
+                return Outcome.TOKEN_LIMIT
+            parsed = self.renderer.parse(turns[-1].sampled.ids)
+            if parsed.error is not None:
+                return Outcome.FORMAT_ERROR
+            if not parsed.tool_calls:
+                return Outcome.FINISHED
+        if len(turns) == self.config.max_turns:
+            return Outcome.TURN_LIMIT
+        return Outcome.AGENT_TIMEOUT if self.spent_s() > self.config.episode_timeout_s else None
+
+    async def _respond(self, sampled: Sampled, *, is_last: bool) -> tuple[Message, ...]:
+        parsed = self.renderer.parse(sampled.ids)
+        said = Message(role="assistant", content=parsed.content, tool_calls=parsed.tool_calls)
+        if sampled.finish_reason is not FinishReason.STOP or parsed.error is not None or is_last:
+            return (said,)
+        return (said, *[Message(role="tool", content=await self.call_tool(call)) for call in parsed.tool_calls])
+
+
+def prompt_ids(turns: Sequence[Turn]) -> list[int]:
+    """All ids up to and including the last sampled one: what the engine was sent and what it returned."""
+    return [token for turn in turns for token in (*turn.suffix_ids, *turn.sampled.ids)]
+
+
+def _results(turn: Turn) -> list[Message]:
+    return [message for message in turn.messages if message.role == "tool"]

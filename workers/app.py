@@ -1,0 +1,55 @@
+"""The Celery application: three queues, JSON ids only. `workers.fleet` serves a stage of it; Flower watches it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from celery import Celery
+from kombu import Exchange, Queue
+
+from common.episode import Stage
+from common.queues import EXCHANGE
+from common.settings import Settings, settings
+
+A_DAY_S = 86_400
+
+
+def celery_config(given: Settings) -> dict[str, Any]:
+    """Celery's settings. Messages are durable, acknowledged late, and carry no payload."""
+    broker_url = given.require_broker_url()
+    exchange = Exchange(EXCHANGE, type="direct", durable=True)
+    return {
+        "broker_url": broker_url,
+        "broker_connection_retry_on_startup": True,
+        "broker_connection_max_retries": None,
+        "broker_connection_timeout": 5,
+        "broker_heartbeat": 30,
+        # Redis hands an unacknowledged message out again after this; the reaper is faster and knows more.
+        "broker_transport_options": {"visibility_timeout": A_DAY_S} if broker_url.startswith("redis") else {},
+        "task_queues": [Queue(stage.value, exchange, routing_key=stage.value, durable=True) for stage in Stage],
+        "task_default_queue": Stage.INIT.value,
+        "task_default_exchange": EXCHANGE,
+        "task_default_routing_key": Stage.INIT.value,
+        "task_create_missing_queues": False,
+        "task_serializer": "json",
+        "accept_content": ["json"],
+        "task_ignore_result": True,
+        "task_acks_late": True,
+        "task_reject_on_worker_lost": True,
+        "worker_prefetch_multiplier": 1,
+        "worker_send_task_events": True,
+        "task_send_sent_event": True,
+        "worker_cancel_long_running_tasks_on_connection_loss": False,
+        "worker_hijack_root_logger": False,
+        "timezone": "UTC",
+    }
+
+
+app = Celery("rollmill")
+
+
+def _configure(sender: Celery, **_: object) -> None:
+    sender.config_from_object(celery_config(settings()))
+
+
+app.on_configure.connect(_configure)

@@ -1,0 +1,48 @@
+"""INIT: prepares an episode's first messages, tools and sandbox. RUN takes it from there."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Callable
+
+from common.db import sandboxes
+from common.db.episodes import Claim
+from common.db.session import Database
+from common.episode import EpisodeState, Frozen, Message, ToolSpec
+from common.errors import boundary
+from common.outcomes import Outcome
+from workers.handlers.base import Handler
+from workers.sandbox.protocol import Backend
+from workers.stage import Done
+
+
+class PreparedEpisode(Frozen):
+    """INIT's result, stored in `episode.prepared`."""
+
+    messages: tuple[Message, ...]
+    tools: tuple[ToolSpec, ...]
+    sandbox: str | None
+    """The sandbox's handle; None = the handler's tools need none."""
+
+
+class Init:
+    """The stage's function and what it needs."""
+
+    def __init__(self, database: Database, *, handler: Callable[[str], Handler], backend: Backend) -> None:
+        self._database = database
+        self._handler = handler
+        self._backend = backend
+
+    def __call__(self, claim: Claim) -> Done:
+        prepared = self._handler(claim.handler).init(claim.payload)
+        sandbox = self._make_sandbox(claim, prepared.files) if prepared.needs_sandbox else None
+        stored = PreparedEpisode(messages=prepared.messages, tools=prepared.tools, sandbox=sandbox)
+        return Done(to=EpisodeState.READY, why="prepared", prepared=stored.model_dump(mode="json"))
+
+    def _make_sandbox(self, claim: Claim, files: dict[str, str]) -> str:
+        handle = self._backend.handle(claim.episode_id, claim.attempt)
+        with self._database.begin() as conn:
+            sandboxes.record(conn, claim, backend=self._backend.name, node=socket.gethostname(), handle=handle)
+        with boundary(Outcome.SANDBOX_FAILED, f"sandbox {handle}"):
+            self._backend.create(handle, files)
+        return handle

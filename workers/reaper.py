@@ -1,0 +1,87 @@
+"""The reaper: `python -m workers.reaper`. Brings back episodes that stand still, removes sandboxes nobody needs.
+
+Waits for: the next round. Safe to run many at once: rows that another reaper holds are skipped.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import socket
+import sys
+from collections.abc import Callable, Sequence
+
+from common.db import episodes, sandboxes
+from common.db.episodes import Wakeup
+from common.db.session import Database
+from common.settings import Settings
+from workers.app import app
+from workers.publishing import publisher
+from workers.sandbox import open_backend
+from workers.sandbox.protocol import Backend
+from workers.service import Round, serve
+
+logger = logging.getLogger(__name__)
+
+
+class Reaper:
+    """One round does all three: expired leases, lost messages, orphaned sandboxes."""
+
+    def __init__(
+        self, database: Database, given: Settings, backend: Backend, publish: Callable[[Sequence[Wakeup]], None]
+    ) -> None:
+        self._database = database
+        self._settings = given
+        self._backend = backend
+        self._publish = publish
+
+    def resend_all(self) -> None:
+        """Announce every waiting episode at once: for a broker that starts empty."""
+        while wakeups := self._resend(after_s=0):
+            self._publish(wakeups)
+
+    def round(self) -> None:
+        """One round. Raises DatabaseUnavailable; the next round does what this one did not."""
+        with self._database.begin() as conn:
+            expired = episodes.reap(conn, max_attempts=self._settings.max_attempts)
+        if expired:
+            logger.warning("took back episodes=%d: their leases ran out", len(expired))
+        lost = self._resend(after_s=self._settings.resend_after_s)
+        if lost:
+            logger.info("announced again episodes=%d", len(lost))
+        self._publish([*expired, *lost])
+        self._sweep()
+
+    def _resend(self, *, after_s: float) -> list[Wakeup]:
+        with self._database.begin() as conn:
+            return episodes.resend(conn, after_s=after_s)
+
+    def _sweep(self) -> None:
+        with self._database.begin() as conn:
+            orphans = sandboxes.orphans(conn, node=socket.gethostname())
+        for orphan in orphans:
+            self._backend.destroy(orphan.handle)
+        if orphans:
+            with self._database.begin() as conn:
+                sandboxes.destroyed(conn, [orphan.id for orphan in orphans])
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Reap until SIGTERM."""
+    parser = argparse.ArgumentParser(prog="python -m workers.reaper", description=__doc__)
+    parser.add_argument(
+        "--resend-all", action="store_true", help="announce every waiting episode at the start: the broker is empty"
+    )
+    resend_all: bool = parser.parse_args(argv).resend_all
+
+    def start(database: Database, given: Settings) -> Round:
+        reaper = Reaper(database, given, open_backend(given.data_dir), publisher(app))
+        if resend_all:
+            reaper.resend_all()
+        return reaper.round
+
+    return serve("reaper", start, every_s=lambda given: given.reap_every_s)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

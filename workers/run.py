@@ -1,0 +1,114 @@
+"""RUN: plays an episode's turns against an engine, on the process's one asyncio loop, storing each turn."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Protocol
+
+from common.db import turns
+from common.db.episodes import Claim
+from common.db.session import Database
+from common.episode import EpisodeState, Sampled, ToolCall, Turn
+from common.errors import boundary
+from common.outcomes import Outcome
+from workers.agent import Agent, Generated, Renderer
+from workers.handlers.base import Handler
+from workers.init import PreparedEpisode
+from workers.sandbox.protocol import Backend, SandboxSession
+from workers.stage import Done
+
+
+class Engines(Protocol):
+    """Where turns are sampled; `workers.engine_pool.EnginePool` is one."""
+
+    async def generate(
+        self, claim: Claim, prompt_ids: list[int], *, request_id: str, stop_ids: tuple[int, ...]
+    ) -> tuple[Sampled, str]: ...
+
+
+class RunRenderer(Renderer, Protocol):
+    """A renderer that also says where a turn stops."""
+
+    stop_ids: tuple[int, ...]
+
+
+class Run:
+    """The stage's function and what it needs."""
+
+    def __init__(
+        self,
+        database: Database,
+        engines: Engines,
+        *,
+        handler: Callable[[str], Handler],
+        renderer: Callable[[Path], RunRenderer],
+        backend: Backend,
+    ) -> None:
+        self._database = database
+        self._engines = engines
+        self._handler = handler
+        self._renderer = renderer
+        self._backend = backend
+
+    async def __call__(self, claim: Claim) -> Done:
+        prepared = PreparedEpisode.model_validate(claim.prepared)
+        stored = await asyncio.to_thread(self._load, claim)
+        playing = _Playing(self, claim, prepared, spent_s=sum(turn.latency_ms for turn in stored) / 1000)
+        agent = Agent(
+            renderer=playing.renderer,
+            config=claim.config.rollout,
+            generate=playing.generate,
+            call_tool=playing.call_tool,
+            save=playing.save,
+            spent_s=lambda: playing.spent_s,
+        )
+        outcome = await agent.play(prepared.messages, prepared.tools, stored)
+        return Done(to=EpisodeState.SAMPLED, why=outcome, outcome=outcome)
+
+    def _load(self, claim: Claim) -> list[Turn]:
+        with self._database.begin() as conn:
+            return turns.load(conn, claim.episode_id, claim.attempt)
+
+
+class _Playing:
+    """One claim's way to the engine, the tools and the database."""
+
+    def __init__(self, stage: Run, claim: Claim, prepared: PreparedEpisode, *, spent_s: float) -> None:
+        self._stage = stage
+        self._claim = claim
+        self._handler = stage._handler(claim.handler)
+        self._num_requests = 0
+        self._sandbox: SandboxSession | None = None
+        if prepared.sandbox is not None:
+            with boundary(Outcome.SANDBOX_FAILED, f"sandbox {prepared.sandbox}"):
+                self._sandbox = stage._backend.attach(prepared.sandbox)
+        self.renderer = stage._renderer(claim.config.model)
+        self.spent_s = spent_s
+        """Time in requests and tools; waiting for an engine is not the agent's."""
+
+    async def generate(self, prompt_ids: list[int]) -> Generated:
+        self._num_requests += 1
+        sampled, engine = await self._stage._engines.generate(
+            self._claim,
+            prompt_ids,
+            request_id=f"{self._claim.token}-{self._num_requests}",
+            stop_ids=self.renderer.stop_ids,
+        )
+        return Generated(sampled=sampled, engine=engine, latency_ms=0)
+
+    async def call_tool(self, call: ToolCall) -> str:
+        started = time.monotonic()
+        try:
+            return await self._handler.call_tool(call, self._claim.payload, self._sandbox)
+        finally:
+            self.spent_s += time.monotonic() - started
+
+    async def save(self, turn: Turn) -> None:
+        await asyncio.to_thread(self._save, turn)
+
+    def _save(self, turn: Turn) -> None:
+        with self._stage._database.begin() as conn:
+            turns.save(conn, self._claim, turn)

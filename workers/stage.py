@@ -1,0 +1,148 @@
+"""The one mechanism of all stages: claim, work, save, hand on; retry what infrastructure broke.
+
+A stage is a function from a claim to what became of the episode. It knows no queue and no lease.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Mapping
+from concurrent.futures import CancelledError, Future
+from dataclasses import dataclass
+from uuid import uuid4
+
+from common.config import RunConfig
+from common.db import episodes
+from common.db.episodes import Claim, Wakeup
+from common.db.session import Database
+from common.episode import EpisodeState, Stage
+from common.errors import DatabaseUnavailable, EpisodeError, LeaseLost, boundary
+from common.outcomes import Outcome
+from common.settings import Settings
+from workers.leases import Leases
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Done:
+    """What a stage made of an episode."""
+
+    to: EpisodeState
+    why: str
+    """For the history."""
+    prepared: Mapping[str, object] | None = None
+    outcome: Outcome | None = None
+    reward: float | None = None
+    reward_parts: Mapping[str, float] | None = None
+
+
+Work = Callable[[Claim], "Future[Done]"]
+"""Starts a stage's work; cancelling the future stops it."""
+
+
+class StageWorker:
+    """Runs one stage for this process. Waits for nothing but its own work."""
+
+    def __init__(
+        self,
+        stage: Stage,
+        work: Work,
+        *,
+        database: Database,
+        leases: Leases,
+        settings: Settings,
+        worker: str,
+        publish: Callable[[list[Wakeup]], None],
+    ) -> None:
+        self._stage = stage
+        self._work = work
+        self._database = database
+        self._leases = leases
+        self._settings = settings
+        self._worker = worker
+        self._publish = publish
+        self._configs: dict[int, RunConfig] = {}
+        self._stopping = threading.Event()
+
+    def perform(self, episode_id: int, attempt: int) -> None:
+        """Do the stage for an episode, if it still waits for it. A second delivery of a message does nothing."""
+        wakeup = Wakeup(stage=self._stage, episode_id=episode_id, attempt=attempt)
+        try:
+            if self._stopping.is_set() or (claim := self._claim(wakeup)) is None:
+                return
+            self._publish(self._carry_out(claim))
+        except LeaseLost as error:
+            logger.warning("gave up stage=%s episode=%d reason=%s", self._stage, episode_id, error)
+        except DatabaseUnavailable as error:
+            logger.warning("left to the reaper stage=%s episode=%d reason=%s", self._stage, episode_id, error)
+
+    def stop(self) -> None:
+        """Hand all claims back, so that the process can end within seconds."""
+        self._stopping.set()
+        self._leases.stop_all()
+
+    def _claim(self, wakeup: Wakeup) -> Claim | None:
+        with self._database.begin() as conn:
+            claim = episodes.claim(
+                conn,
+                wakeup,
+                worker=self._worker,
+                token=uuid4(),
+                lease_s=self._settings.lease_s,
+                configs=self._configs,
+            )
+        if claim is not None:
+            self._configs[claim.run_id] = claim.config
+        return claim
+
+    def _carry_out(self, claim: Claim) -> list[Wakeup]:
+        try:
+            with boundary(Outcome.HANDLER_FAILED, f"{self._stage} of {claim.handler}"):
+                future = self._work(claim)
+                with self._leases.held(claim.token, future.cancel):
+                    done = future.result()
+                    return self._hand_on(claim, done)
+        except EpisodeError as error:
+            logger.warning(
+                "stage failed stage=%s episode=%d attempt=%d %s", self._stage, claim.episode_id, claim.attempt, error
+            )
+            return self._retry(claim, error)
+        except CancelledError:
+            if self._stopping.is_set():
+                return self._give_back(claim)
+            raise LeaseLost(f"episode {claim.episode_id}: somebody else has it now") from None
+
+    def _hand_on(self, claim: Claim, done: Done) -> list[Wakeup]:
+        with self._database.begin() as conn:
+            wakeup = episodes.move(
+                conn,
+                claim,
+                done.to,
+                why=done.why,
+                prepared=done.prepared,
+                outcome=done.outcome,
+                reward=done.reward,
+                reward_parts=done.reward_parts,
+            )
+        logger.info("stage=%s run=%d episode=%d %s", self._stage, claim.run_id, claim.episode_id, done.why)
+        return [wakeup] if wakeup else []
+
+    def _retry(self, claim: Claim, error: EpisodeError) -> list[Wakeup]:
+        # An episode with a sandbox starts over: a half-done command may have changed it.
+        afresh = claim.stage is not Stage.EVAL and (claim.prepared or {}).get("sandbox") is not None
+        with self._database.begin() as conn:
+            wakeup = episodes.retry(
+                conn,
+                claim,
+                outcome=error.outcome,
+                detail=error.detail,
+                afresh=afresh or claim.stage is Stage.INIT,
+                max_attempts=self._settings.max_attempts,
+            )
+        return [wakeup] if wakeup else []
+
+    def _give_back(self, claim: Claim) -> list[Wakeup]:
+        with self._database.begin() as conn:
+            return episodes.release(conn, [claim.token], why="the worker is shutting down")
