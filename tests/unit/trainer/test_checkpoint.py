@@ -1,0 +1,65 @@
+"""Checkpoints are whole or not there, and a damaged one is never read."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from common.errors import SetupError
+from trainer.checkpoint import STATE_FILE, CheckpointStore
+
+STATE = {"model.a": torch.tensor([1.5, -2.0]), "optimizer.step.a": torch.tensor(3.0)}
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> CheckpointStore:
+    return CheckpointStore(tmp_path, "first")
+
+
+def test_state_comes_back_bit_for_bit(store: CheckpointStore) -> None:
+    store.save(7, STATE)
+    loaded = store.load(7)
+    assert loaded.keys() == STATE.keys()
+    assert all(torch.equal(loaded[name], tensor) for name, tensor in STATE.items())
+
+
+def test_newest_two_are_kept(store: CheckpointStore) -> None:
+    folders = [store.save(version, STATE) for version in (1, 2, 3, 4)]
+    assert [folder.exists() for folder in folders] == [False, False, True, True]
+
+
+def test_saving_a_version_again_replaces_it(store: CheckpointStore) -> None:
+    store.save(7, STATE)
+    store.save(7, {"model.a": torch.zeros(2)})
+    assert store.load(7)["model.a"].tolist() == [0, 0]
+
+
+def test_failed_save_leaves_the_earlier_ones(store: CheckpointStore, tmp_path: Path) -> None:
+    store.save(7, STATE)
+    with pytest.raises(RuntimeError):
+        store.save(8, {"a": STATE["model.a"], "b": STATE["model.a"]})
+    assert [path.name for path in (tmp_path / "first").iterdir()] == ["000007"]
+    assert torch.equal(store.load(7)["model.a"], STATE["model.a"])
+
+
+def damage(file: Path, how: str) -> None:
+    content = file.read_bytes()
+    match how:
+        case "flip":
+            file.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+        case "cut":
+            file.write_bytes(content[:-1])
+        case "remove":
+            file.unlink()
+
+
+@pytest.mark.parametrize("how", ["flip", "cut", "remove"])
+@pytest.mark.parametrize("name", [STATE_FILE, "manifest.json"])
+def test_damage_is_refused_with_the_folder_and_what_to_do(store: CheckpointStore, name: str, how: str) -> None:
+    store.save(6, STATE)
+    folder = store.save(7, STATE)
+    damage(folder / name, how)
+    with pytest.raises(SetupError, match=f"checkpoint {folder}: .*{name}.* Put the folder back from a copy"):
+        store.load(7)

@@ -1,0 +1,231 @@
+"""The policy computes the log-probs of the sampling distribution, and a step moves them where advantages point."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from common.config import RunConfig, TrainConfig
+from common.errors import SetupError
+from trainer.losses import policy_loss
+from trainer.policy import Policy, TrainingError, learning_rate, split_by_group
+from trainer.samples import Sample, pad
+
+MakeSample = Callable[..., Sample]
+MakePolicy = Callable[..., Policy]
+
+
+def logprobs_of(policy: Policy, sample: Sample) -> np.ndarray:
+    with torch.no_grad():
+        return np.asarray(policy.logprobs(pad([sample]))[0])[sample.mask_L]
+
+
+def weights_of(policy: Policy) -> torch.Tensor:
+    return torch.cat([parameter.detach().flatten() for parameter in policy.model.parameters()])
+
+
+def gradient_of(policy: Policy, packing: Sequence[Sequence[Sample]]) -> torch.Tensor:
+    """Gradient of the loss over all rows, computed in the given batches; advantages alternate by episode."""
+    policy.optimizer.zero_grad()
+    num_tokens = sum(row.num_tokens for rows in packing for row in rows)
+    for rows in packing:
+        batch = pad(rows)
+        loss_B, _ = policy_loss(
+            policy.logprobs(batch),
+            behaviour_logprobs_BL=batch.behaviour_logprobs_BL,
+            anchor_logprobs_BL=batch.behaviour_logprobs_BL,
+            advantages_B=torch.tensor([1.0 if row.episode_id % 2 else -0.5 for row in rows]),
+            mask_BL=batch.mask_BL,
+            num_tokens=num_tokens,
+            train=policy.train,
+        )
+        loss_B.sum().backward()
+    return torch.cat(
+        [parameter.grad.flatten() for parameter in policy.model.parameters() if parameter.grad is not None]
+    )
+
+
+@pytest.fixture
+def group(make_policy: MakePolicy, make_random_sample: MakeSample) -> list[Sample]:
+    """Two groups of two rows of different length, sampled by the start weights."""
+    policy = make_policy()
+    return [
+        make_random_sample(number, group_id=number // 3, length=16 + 4 * number, policy=policy)
+        for number in (1, 2, 3, 4)
+    ]
+
+
+ADVANTAGES = {1: 1.0, 2: -1.0, 3: -1.0, 4: 1.0}
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_logprobs_are_those_of_the_sampling_distribution(
+    make_policy: MakePolicy, make_random_sample: MakeSample, temperature: float
+) -> None:
+    policy, sample = make_policy(temperature=temperature), make_random_sample(1)
+    ids = sample.ids_L.tolist()
+    expected = []
+    for position in np.flatnonzero(sample.mask_L):
+        with torch.no_grad():
+            logits_V = policy.model(torch.tensor([ids[:position]])).logits[0, -1]
+        expected.append((logits_V / temperature).log_softmax(-1)[ids[position]].item())
+    np.testing.assert_allclose(logprobs_of(policy, sample), expected, atol=1e-5)
+
+
+def test_logprobs_are_zero_outside_the_mask(make_policy: MakePolicy, make_random_sample: MakeSample) -> None:
+    sample = make_random_sample(1)
+    logprobs_L = make_policy().logprobs(pad([sample, make_random_sample(2, length=40)]))[0]
+    assert logprobs_L.nonzero()[:, 0].tolist() == np.flatnonzero(sample.mask_L).tolist()
+
+
+def test_padding_does_not_change_logprobs(make_policy: MakePolicy, make_random_sample: MakeSample) -> None:
+    policy, sample = make_policy(), make_random_sample(1)
+    with torch.no_grad():
+        padded_L = policy.logprobs(pad([make_random_sample(2, length=200), sample]))[1]
+    padded = padded_L.numpy()[: len(sample.ids_L)][sample.mask_L]
+    np.testing.assert_allclose(padded, logprobs_of(policy, sample), atol=1e-6)
+
+
+def test_gradient_does_not_depend_on_packing(make_policy: MakePolicy, group: list[Sample]) -> None:
+    policy = make_policy()
+    together = gradient_of(policy, [group])
+    assert together.abs().max() > 1e-3
+    for packing in ([[row] for row in group], [group[:1], group[1:]], [list(reversed(group))]):
+        np.testing.assert_allclose(gradient_of(policy, packing), together, atol=1e-6)
+
+
+def test_step_raises_good_episodes_and_lowers_bad_ones(make_policy: MakePolicy, group: list[Sample]) -> None:
+    policy = make_policy()
+    before = {row.episode_id: logprobs_of(policy, row).sum() for row in group}
+    policy.train_step(group, ADVANTAGES, version=5)
+    for row in group:
+        assert np.sign(logprobs_of(policy, row).sum() - before[row.episode_id]) == ADVANTAGES[row.episode_id]
+
+
+@pytest.mark.parametrize("anchor", ["behaviour", "proximal"])
+def test_first_update_has_ratio_one_to_its_anchor(make_policy: MakePolicy, group: list[Sample], anchor: str) -> None:
+    metrics = make_policy(anchor=anchor, minibatches=1).train_step(group, ADVANTAGES, version=0)
+    assert metrics["ratio_mean"] == pytest.approx(1, abs=1e-5)
+    assert metrics["ratio_max"] == pytest.approx(1, abs=1e-5)
+    assert metrics["approx_kl"] == pytest.approx(0, abs=1e-6)
+
+
+def test_proximal_anchor_weighs_tokens_by_their_staleness(make_policy: MakePolicy, group: list[Sample]) -> None:
+    stale = [replace(row, behaviour_logprobs_L=row.behaviour_logprobs_L - np.log(1.5)) for row in group]
+    fresh_norm = make_policy(anchor="proximal", minibatches=1).train_step(group, ADVANTAGES, version=0)["grad_norm"]
+    metrics = make_policy(anchor="proximal", minibatches=1).train_step(stale, ADVANTAGES, version=0)
+    assert metrics["ratio_max"] == pytest.approx(1, abs=1e-5)
+    assert metrics["grad_norm"] == pytest.approx(1.5 * fresh_norm, rel=1e-4)
+
+
+def test_rows_without_advantage_do_not_pull_but_count_in_the_divisor(
+    make_policy: MakePolicy, group: list[Sample]
+) -> None:
+    only_first = {1: 1.0, 2: -1.0, 3: 0.0, 4: 0.0}
+    alone = make_policy(minibatches=1).train_step(group[:2], only_first, version=0)["grad_norm"]
+    shared = make_policy(minibatches=1).train_step(group, only_first, version=0)["grad_norm"]
+    share = sum(row.num_tokens for row in group[:2]) / sum(row.num_tokens for row in group)
+    assert shared == pytest.approx(share * alone, rel=1e-4)
+
+
+def test_step_without_any_advantage_leaves_the_weights_alone(make_policy: MakePolicy, group: list[Sample]) -> None:
+    policy = make_policy()
+    before = weights_of(policy)
+    metrics = policy.train_step(group, dict.fromkeys(ADVANTAGES, 0.0), version=0)
+    assert torch.equal(weights_of(policy), before)
+    assert (metrics["loss"], metrics["grad_norm"]) == (0.0, 0.0)
+
+
+def test_same_seed_and_version_give_the_same_step_in_any_order(make_policy: MakePolicy, group: list[Sample]) -> None:
+    first, second, other = make_policy(), make_policy(), make_policy(seed=2)
+    first.train_step(group, ADVANTAGES, version=3)
+    second.train_step(list(reversed(group)), ADVANTAGES, version=3)
+    other.train_step(group, ADVANTAGES, version=3)
+    assert torch.equal(weights_of(first), weights_of(second))
+    assert not torch.equal(weights_of(first), weights_of(other))
+
+
+def test_gap_is_rounding_where_the_engine_had_the_same_weights(make_policy: MakePolicy, group: list[Sample]) -> None:
+    metrics = make_policy().train_step(group, ADVANTAGES, version=0)
+    assert metrics["logprob_gap_tokens"] == sum(row.num_tokens for row in group)
+    assert metrics["logprob_gap_max"] < 1e-5
+    assert 0 < metrics["entropy"] < np.log(576)
+
+
+def test_gap_shows_one_wrong_token(make_policy: MakePolicy, group: list[Sample]) -> None:
+    wrong = group[0].ids_L.copy()
+    wrong[np.flatnonzero(group[0].mask_L)[2]] ^= 1
+    metrics = make_policy().train_step([replace(group[0], ids_L=wrong), *group[1:]], ADVANTAGES, version=0)
+    assert metrics["logprob_gap_max"] > 0.01
+
+
+def test_tokens_of_other_versions_are_not_compared(make_policy: MakePolicy, group: list[Sample]) -> None:
+    metrics = make_policy().train_step(group, ADVANTAGES, version=1)
+    assert (metrics["logprob_gap_max"], metrics["logprob_gap_tokens"]) == (0.0, 0.0)
+
+
+@pytest.mark.parametrize(
+    ("advantage", "message"),
+    [
+        (float("nan"), r"step 4 -> 5: the loss is not finite in episodes \[2\]"),
+        (1e30, r"step 4 -> 5: the gradient is inf over episodes \[1, 2\]"),
+    ],
+)
+def test_numbers_that_are_not_finite_stop_the_step_before_the_weights_change(
+    make_policy: MakePolicy, group: list[Sample], advantage: float, message: str
+) -> None:
+    policy = make_policy()
+    before = weights_of(policy)
+    with pytest.raises(TrainingError, match=message):
+        policy.train_step(group[:2], {1: 1.0, 2: advantage}, version=4)
+    assert torch.equal(weights_of(policy), before)
+
+
+def test_going_on_from_the_state_gives_the_same_weights_as_never_stopping(
+    make_policy: MakePolicy, group: list[Sample]
+) -> None:
+    policy, restored = make_policy(), make_policy()
+    policy.train_step(group, ADVANTAGES, version=0)
+    restored.restore({name: tensor.clone() for name, tensor in policy.state().items()})
+    for one in (policy, restored):
+        one.train_step(group, ADVANTAGES, version=1)
+    assert torch.equal(weights_of(policy), weights_of(restored))
+
+
+def test_state_of_another_model_is_refused(make_policy: MakePolicy) -> None:
+    policy = make_policy()
+    state = policy.state() | {"model.model.norm.weight": torch.zeros(3)}
+    with pytest.raises(SetupError, match=r"another model: model\.model\.norm\.weight is .*3.* there, .*64.* here"):
+        policy.restore(state)
+
+
+def test_learning_rate_warms_up_then_falls_to_half() -> None:
+    train = TrainConfig(learning_rate=1e-3, warmup_steps=4, num_versions=15)
+    rates = [learning_rate(train, version) for version in range(15)]
+    assert rates[:5] == pytest.approx([0.25e-3, 0.5e-3, 0.75e-3, 1e-3, 1e-3])
+    assert rates[9] == pytest.approx(0.75e-3)
+    assert rates[14] == pytest.approx(0.5e-3)
+
+
+def test_minibatches_keep_siblings_together_and_are_never_empty(make_random_sample: MakeSample) -> None:
+    rows = [make_random_sample(number, group_id=number % 3) for number in range(9)]
+    parts = split_by_group(rows, parts=4, randomness=random.Random(0))
+    assert [len(part) for part in parts] == [3, 3, 3]
+    assert all(len({row.group_id for row in part}) == 1 for part in parts)
+    assert sorted(row.episode_id for part in parts for row in part) == list(range(9))
+
+
+@pytest.mark.parametrize(
+    ("files", "message"), [({}, "has no config.json"), ({"config.json": "{}"}, "cannot be loaded")]
+)
+def test_folder_without_a_model_is_refused_by_name(tmp_path: Path, files: dict[str, str], message: str) -> None:
+    for name, content in files.items():
+        (tmp_path / name).write_text(content)
+    with pytest.raises(SetupError, match=f"model folder {tmp_path} {message}"):
+        Policy.load(RunConfig(name="test", model=tmp_path))

@@ -1,0 +1,151 @@
+"""The trainer's loop: take groups, make samples, train a step, keep a checkpoint, publish the version, mark it done.
+
+Who waits for whom: the trainer waits for enough complete groups (source.py); the feeder waits for versions, because
+they make room; keepers wait for the announcement, or the next poll. A stop takes effect between two steps.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from dataclasses import dataclass
+
+import numpy as np
+
+from common.db import runs, steps, versions
+from common.db.runs import Run
+from common.db.session import Database
+from common.db.steps import ScoredGroup, TrainedEpisode
+from common.outcomes import Outcome
+from common.weights import Published, WeightsDamaged, WeightStore, verify
+from trainer.advantages import Advantages, step_advantages
+from trainer.checkpoint import CheckpointStore
+from trainer.policy import Policy
+from trainer.publish import announce, version_writer
+from trainer.samples import Sample, make_sample, sample_digest
+from trainer.source import Work, wait_for_work
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Trainer:
+    """One run's trainer with all that it talks to."""
+
+    run: Run
+    database: Database
+    policy: Policy
+    weights: WeightStore
+    checkpoints: CheckpointStore
+    broker_url: str
+
+    def train(self, stop: threading.Event) -> None:
+        """Train until the run's last version is published, the run is over, or `stop` is set."""
+        version = self.resume()
+        while version < self.run.config.train.num_versions:
+            work = wait_for_work(self.database, self.run, version=version, stop=stop)
+            if work is None:
+                return
+            self.train_step(work)
+            version += 1
+        with self.database.begin() as conn:
+            runs.finish(conn, self.run.id)
+        logger.info("run finished run=%d version=%d", self.run.id, version)
+
+    def resume(self) -> int:
+        """Stand where the run stands: load the newest version's state, see that engines can load it; its number."""
+        with self.database.begin() as conn:
+            newest = versions.newest(conn, self.run.id)
+        version = 0 if newest is None else newest.number
+        if version > 0:
+            self.policy.restore(self.checkpoints.load(version))
+        try:
+            if newest is not None:
+                verify(newest.path, newest.manifest_sha256)
+        except WeightsDamaged as error:
+            logger.warning("publishing again run=%d version=%d: %s", self.run.id, version, error)
+            newest = None
+        if newest is None:
+            with self.database.begin() as conn:
+                versions.publish(conn, self.run.id, version, self.publish(version))
+        announce(self.broker_url, run_id=self.run.id, version=version)
+        logger.info("training run=%d from version=%d", self.run.id, version)
+        return version
+
+    def train_step(self, work: Work) -> None:
+        """One step, from groups to a published version that is marked done with them."""
+        version = work.step.version_in
+        started = time.monotonic()
+        samples, advantages, metrics = prepare(work.groups, version=version)
+        metrics |= self.policy.train_step(samples, advantages.by_episode, version=version)
+        trained = time.monotonic()
+        self.checkpoints.save(version + 1, self.policy.state())
+        published = self.publish(version + 1)
+        metrics |= {
+            "wait_s": work.wait_s,
+            "train_s": trained - started,
+            "publish_s": time.monotonic() - trained,
+        }
+        with self.database.begin() as conn:
+            steps.finish_step(
+                conn, work.step, published=published, metrics=metrics, trained=account(samples, advantages)
+            )
+        announce(self.broker_url, run_id=self.run.id, version=version + 1)
+        _log_step(self.run.id, version + 1, metrics)
+
+    def publish(self, version: int) -> Published:
+        """Write the policy's present weights as `version`."""
+        return self.weights.publish(
+            self.run.name, version, version_writer(self.policy.model, start=self.run.config.model)
+        )
+
+
+def prepare(groups: tuple[ScoredGroup, ...], *, version: int) -> tuple[list[Sample], Advantages, dict[str, float]]:
+    """Rows and advantages of the episodes that ended by the agent's doing, and metrics of what was taken."""
+    of_agent = [[episode for episode in group.episodes if Outcome(episode.outcome).is_agent] for group in groups]
+    advantages = step_advantages({episode.episode_id: episode.reward for episode in group} for group in of_agent)
+    samples = [make_sample(episode) for group in of_agent for episode in group]
+    rewards = np.array([episode.reward for group in of_agent for episode in group])
+    lags = np.concatenate([[0], *(version - sample.versions_L[sample.mask_L] for sample in samples)])[1:]
+    metrics = {
+        "reward_mean": float(rewards.mean()),
+        "reward_std": float(rewards.std()),
+        "num_episodes": float(len(samples)),
+        "num_tokens": float(len(lags)),
+        "zero_variance_groups": float(advantages.zero_variance_groups),
+        "lag_mean": float(lags.mean()),
+        "lag_max": float(lags.max()),
+    }
+    return samples, advantages, metrics
+
+
+def account(samples: list[Sample], advantages: Advantages) -> list[TrainedEpisode]:
+    """What is stored of each trained episode: above all the digest of the arrays that entered the loss."""
+    return [
+        TrainedEpisode(
+            episode_id=sample.episode_id,
+            digest=sample_digest(sample),
+            advantage=advantages.by_episode[sample.episode_id],
+            num_tokens=sample.num_tokens,
+        )
+        for sample in samples
+    ]
+
+
+def _log_step(run_id: int, version: int, metrics: dict[str, float]) -> None:
+    logger.info(
+        "trained run=%d version=%d reward=%.3f episodes=%d tokens=%d lag_max=%d gap=%.1e grad_norm=%.3f "
+        "wait_s=%.2f train_s=%.2f publish_s=%.2f",
+        run_id,
+        version,
+        metrics["reward_mean"],
+        metrics["num_episodes"],
+        metrics["num_tokens"],
+        metrics["lag_max"],
+        metrics["logprob_gap_max"],
+        metrics["grad_norm"],
+        metrics["wait_s"],
+        metrics["train_s"],
+        metrics["publish_s"],
+    )

@@ -1,0 +1,237 @@
+"""The policy in training: float32 weights, log-probs of given tokens, one training step. publish.py saves it.
+
+Legend: B rows of a batch, L positions of a row, N sampled tokens of a batch, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Self
+
+import numpy as np
+import torch
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from common.config import RunConfig, TrainConfig
+from common.errors import RollmillError, SetupError
+from trainer.losses import TokenStats, policy_loss
+from trainer.samples import Batch, Sample, fresh_mask, microbatches, pad
+
+MAX_POSITIONS = 4096
+"""Padded positions of one forward pass; bounds the memory of its logits."""
+NUM_PROBED = 32
+"""Episodes whose log-probs are compared with the engine's at the start of a step."""
+
+
+class TrainingError(RollmillError):
+    """The numbers of a training step are not finite. The message names the step and the episodes."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainBatch:
+    """A batch with all that its loss needs."""
+
+    samples: tuple[Sample, ...]
+    batch: Batch
+    anchor_logprobs_BL: torch.Tensor
+    """float32, nats; what the ratio is taken against."""
+    advantages_B: torch.Tensor
+    """float32."""
+
+
+class Policy:
+    """A causal language model with its optimizer. Everything random is a function of (seed, version)."""
+
+    def __init__(self, model: PreTrainedModel, *, train: TrainConfig, temperature: float, seed: int) -> None:
+        # Without dropout: the ratio to the behaviour log-probs must be 1 where the weights are the same.
+        self.model: PreTrainedModel = model.eval()  # type: ignore[no-untyped-call]
+        self.train = train
+        self.temperature = temperature
+        self.seed = seed
+        self.optimizer = torch.optim.AdamW(
+            model.parameters(), lr=train.learning_rate, betas=(train.beta1, train.beta2), weight_decay=0.0
+        )
+
+    @classmethod
+    def load(cls, config: RunConfig) -> Self:
+        """The start weights of a run, in float32. Raises SetupError when the folder holds no model."""
+        model = load_model(config.model)
+        return cls(model, train=config.train, temperature=config.rollout.temperature, seed=config.seed)
+
+    def logprobs(self, batch: Batch) -> torch.Tensor:
+        """[B, L] log-probs in nats of the sampled tokens at the run's temperature; 0 where the mask is False."""
+        chosen_N = _of_sampled(self._log_softmax(batch), batch)
+        logprobs_BL = torch.zeros(batch.mask_BL.shape)
+        return logprobs_BL.masked_scatter(batch.mask_BL, chosen_N)
+
+    def train_step(
+        self, samples: Sequence[Sample], advantages: Mapping[int, float], *, version: int
+    ) -> dict[str, float]:
+        """Turn policy `version` into version + 1; `advantages` are by episode id. Returns the step's metrics.
+
+        Rows with advantage 0 have no gradient and are not computed, but their tokens count in the loss's divisor.
+        Raises TrainingError before the weights change when a loss or a gradient is not finite.
+        """
+        randomness = random.Random(f"{self.seed}:{version}")
+        probe = self._probe(samples, version=version, randomness=randomness)
+        kept = [sample for sample in samples if sample.num_tokens and advantages[sample.episode_id] != 0]
+        minibatches = [
+            self._prepare(part, advantages)
+            for part in split_by_group(kept, parts=self.train.minibatches, randomness=randomness)
+        ]
+        rate = learning_rate(self.train, version)
+        for group in self.optimizer.param_groups:
+            group["lr"] = rate
+        num_tokens = sum(sample.num_tokens for sample in samples)
+        loss, stats, grad_norms = 0.0, TokenStats(), [0.0]
+        for minibatch in minibatches:
+            minibatch_loss, minibatch_stats, grad_norm = self._update(minibatch, version=version, num_tokens=num_tokens)
+            loss += minibatch_loss
+            stats += minibatch_stats
+            grad_norms.append(grad_norm)
+        return probe | {"loss": loss, "grad_norm": max(grad_norms), "learning_rate": rate} | stats.metrics()
+
+    def state(self) -> dict[str, torch.Tensor]:
+        """Weights and optimizer state by name; the whole of what a checkpoint needs."""
+        tensors: dict[str, torch.Tensor] = {}
+        for name, parameter in self.model.named_parameters():
+            tensors[f"model.{name}"] = parameter.detach()
+            for key, value in self.optimizer.state.get(parameter, {}).items():
+                tensors[f"optimizer.{key}.{name}"] = value
+        return tensors
+
+    def restore(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Put back what `state` returned. Raises SetupError when it belongs to another model."""
+        parameters = dict(self.model.named_parameters())
+        shapes = {f"model.{name}": parameter.shape for name, parameter in parameters.items()}
+        found = {name: tensor.shape for name, tensor in tensors.items() if name.startswith("model.")}
+        if shapes != found:
+            odd = min(name for name in shapes.keys() | found.keys() if shapes.get(name) != found.get(name))
+            raise SetupError(
+                f"the checkpoint belongs to another model: {odd} is {found.get(odd)} there, {shapes.get(odd)} here"
+            )
+        self.optimizer.state.clear()
+        for name, tensor in tensors.items():
+            kind, _, rest = name.partition(".")
+            if kind == "model":
+                parameters[rest].data.copy_(tensor)
+            else:
+                key, _, parameter_name = rest.partition(".")
+                self.optimizer.state[parameters[parameter_name]][key] = tensor.clone()
+
+    def _log_softmax(self, batch: Batch) -> torch.Tensor:
+        """[N, V] log-probs before each sampled token. No attention mask: padding stands right, attention looks left."""
+        logits_BLV: torch.Tensor = self.model(input_ids=batch.ids_BL, use_cache=False).logits
+        before_sampled_BL = batch.mask_BL.roll(-1, dims=1)
+        logits_NV = logits_BLV[before_sampled_BL].float() / self.temperature
+        return logits_NV.log_softmax(dim=-1)
+
+    @torch.no_grad()
+    def _probe(self, samples: Sequence[Sample], *, version: int, randomness: random.Random) -> dict[str, float]:
+        """Entropy, and the distance to the engine's log-probs where both had the same weights.
+
+        Tokens of turns that this very version sampled from start to end must come out the same here: a gap beyond
+        rounding means other ids, other weights or another sampling distribution. Episodes with such turns go first.
+        """
+        candidates = sorted((row for row in samples if row.num_tokens), key=lambda row: row.episode_id)
+        randomness.shuffle(candidates)
+        candidates.sort(key=lambda row: not fresh_mask(row, version).any())
+        gap, num_compared, entropies = 0.0, 0, [torch.zeros(0)]
+        for rows in microbatches(candidates[:NUM_PROBED], max_positions=MAX_POSITIONS):
+            batch = pad(rows)
+            log_softmax_NV = self._log_softmax(batch)
+            gaps_N = (_of_sampled(log_softmax_NV, batch) - batch.behaviour_logprobs_BL[batch.mask_BL]).abs()
+            fresh_N = torch.from_numpy(np.concatenate([fresh_mask(row, version)[row.mask_L] for row in rows]))
+            gap = max([gap, *gaps_N[fresh_N].tolist()])
+            num_compared += int(fresh_N.sum())
+            entropies.append(torch.special.entr(log_softmax_NV.exp()).sum(dim=-1))
+        entropy_N = torch.cat(entropies)
+        entropy = entropy_N.mean().item() if len(entropy_N) else 0.0
+        return {"logprob_gap_max": gap, "logprob_gap_tokens": float(num_compared), "entropy": entropy}
+
+    def _prepare(self, samples: Sequence[Sample], advantages: Mapping[int, float]) -> list[TrainBatch]:
+        """The rows of one optimizer step in batches that fit the memory, with anchors from the present weights."""
+        prepared = []
+        for rows in microbatches(samples, max_positions=MAX_POSITIONS):
+            batch = pad(rows)
+            if self.train.anchor == "proximal":
+                with torch.no_grad():
+                    anchor_BL = self.logprobs(batch)
+            else:
+                anchor_BL = batch.behaviour_logprobs_BL
+            advantages_B = torch.tensor([advantages[row.episode_id] for row in rows], dtype=torch.float32)
+            prepared.append(
+                TrainBatch(samples=tuple(rows), batch=batch, anchor_logprobs_BL=anchor_BL, advantages_B=advantages_B)
+            )
+        return prepared
+
+    def _update(
+        self, minibatch: Sequence[TrainBatch], *, version: int, num_tokens: int
+    ) -> tuple[float, TokenStats, float]:
+        """One optimizer step; returns loss, token figures and the gradient norm before clipping."""
+        self.optimizer.zero_grad()
+        loss, stats = 0.0, TokenStats()
+        for part in minibatch:
+            loss_B, part_stats = policy_loss(
+                self.logprobs(part.batch),
+                behaviour_logprobs_BL=part.batch.behaviour_logprobs_BL,
+                anchor_logprobs_BL=part.anchor_logprobs_BL,
+                advantages_B=part.advantages_B,
+                mask_BL=part.batch.mask_BL,
+                num_tokens=num_tokens,
+                train=self.train,
+            )
+            wrong = [row.episode_id for row, good in zip(part.samples, loss_B.isfinite(), strict=True) if not good]
+            if wrong:
+                raise TrainingError(f"step {version} -> {version + 1}: the loss is not finite in episodes {wrong}")
+            total = loss_B.sum()
+            total.backward()  # type: ignore[no-untyped-call]
+            loss += total.item()
+            stats += part_stats
+        grad_norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.train.grad_clip).item()
+        if not np.isfinite(grad_norm):
+            episodes = [row.episode_id for part in minibatch for row in part.samples]
+            raise TrainingError(
+                f"step {version} -> {version + 1}: the gradient is {grad_norm} over episodes {episodes}"
+            )
+        self.optimizer.step()
+        return loss, stats, grad_norm
+
+
+def load_model(folder: Path) -> PreTrainedModel:
+    """The model of a folder in float32. Raises SetupError that names the folder."""
+    if not (folder / "config.json").is_file():
+        raise SetupError(f"model folder {folder} has no config.json: set `model` to a folder of Hugging Face format")
+    try:
+        model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, local_files_only=True)
+    except (OSError, ValueError) as error:
+        raise SetupError(f"model folder {folder} cannot be loaded: {str(error).splitlines()[0]}") from error
+    assert isinstance(model, PreTrainedModel)
+    return model
+
+
+def learning_rate(train: TrainConfig, version: int) -> float:
+    """Rate of the step that trains `version`: linear warm-up to the full rate, then linear decay to half at the end."""
+    if version < train.warmup_steps:
+        return train.learning_rate * (version + 1) / train.warmup_steps
+    decay_steps = max(train.num_versions - 1 - train.warmup_steps, 1)
+    return train.learning_rate * (1 - 0.5 * (version - train.warmup_steps) / decay_steps)
+
+
+def split_by_group(samples: Sequence[Sample], *, parts: int, randomness: random.Random) -> list[list[Sample]]:
+    """Minibatches of whole groups, in random order; siblings stay together, and no part is empty."""
+    groups: dict[int, list[Sample]] = {}
+    for sample in samples:
+        groups.setdefault(sample.group_id, []).append(sample)
+    shuffled = [groups[group_id] for group_id in sorted(groups)]
+    randomness.shuffle(shuffled)
+    split = [[sample for group in shuffled[start::parts] for sample in group] for start in range(parts)]
+    return [part for part in split if part]
+
+
+def _of_sampled(log_softmax_NV: torch.Tensor, batch: Batch) -> torch.Tensor:
+    """[N] the entries of the tokens that were sampled."""
+    return log_softmax_NV.gather(1, batch.ids_BL[batch.mask_BL][:, None])[:, 0]

@@ -1,0 +1,68 @@
+"""Publishes a policy version: its folder for the engines, then the announcement for the weight keepers."""
+
+from __future__ import annotations
+
+import logging
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+from kombu.connection import Connection
+from kombu.entity import Exchange
+from kombu.exceptions import OperationalError
+from transformers import PreTrainedModel
+
+from common.queues import WEIGHTS_EXCHANGE
+from common.settings import masked
+from common.weights import MANIFEST
+
+logger = logging.getLogger(__name__)
+
+WEIGHT_SUFFIXES = frozenset({".safetensors", ".bin", ".pt", ".pth", ".gguf", ".index"})
+"""Files of the start folder that hold its own weights, not what any version of it needs."""
+TIMEOUT_S = 2.0
+TRANSPORT_OPTIONS = dict.fromkeys(
+    ("read_timeout", "write_timeout", "socket_timeout", "socket_connect_timeout"), TIMEOUT_S
+)
+"""The first two bound an AMQP broker that hangs, the others a Redis one."""
+RETRY_POLICY = {"max_retries": 2, "interval_start": 0.1, "interval_step": 0.2, "interval_max": 0.5}
+
+
+def version_writer(model: PreTrainedModel, *, start: Path) -> Callable[[Path], None]:
+    """A function that writes the model into a folder, with the tokenizer files of the start folder.
+
+    The weights are the trainer's float32, unrounded: then behaviour log-probs are those of the very weights that are
+    trained. Rounded to float16, ratios are off by up to some 1e-3 before the first update.
+    """
+
+    def write(folder: Path) -> None:
+        model.save_pretrained(folder)
+        for file in start.iterdir():
+            is_weights = file.suffix in WEIGHT_SUFFIXES or file.name.endswith(".index.json")
+            if file.is_file() and not is_weights and file.name != MANIFEST and not (folder / file.name).exists():
+                shutil.copyfile(file, folder / file.name)
+
+    return write
+
+
+def announce(broker_url: str, *, run_id: int, version: int) -> None:
+    """Tell the weight keepers that a version is there. Failure is a warning: they poll as well."""
+    exchange = Exchange(WEIGHTS_EXCHANGE, type="fanout")
+    try:
+        with Connection(broker_url, connect_timeout=TIMEOUT_S, transport_options=TRANSPORT_OPTIONS) as connection:
+            connection.ensure_connection(max_retries=1, interval_start=0.1, timeout=TIMEOUT_S)
+            connection.Producer(serializer="json").publish(
+                {"run": run_id, "version": version},
+                exchange=exchange,
+                declare=[exchange],
+                retry=True,
+                retry_policy=RETRY_POLICY,
+            )
+    except (OperationalError, OSError) as error:
+        logger.warning(
+            "version not announced, keepers will find it by polling: run=%d version=%d broker=%s: %s",
+            run_id,
+            version,
+            masked(broker_url),
+            error,
+        )

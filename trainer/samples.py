@@ -1,0 +1,158 @@
+"""Episodes become training rows here, and rows become padded batches for the policy.
+
+Legend: B rows of a batch, L positions of a row, T sampled tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from common.episode import ScoredEpisode, TurnTokens, episode_digest, ids_to_bytes, logprobs_to_bytes, sampled_digest
+
+NO_VERSION = -1
+"""Version of a position that nobody sampled."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sample:
+    """One training row: the whole token sequence of an episode, prompts and sampled turns in order."""
+
+    episode_id: int
+    group_id: int
+    ids_L: np.ndarray
+    """int32 token ids."""
+    mask_L: np.ndarray
+    """bool; True exactly on sampled tokens. Each run of True is one turn."""
+    behaviour_logprobs_L: np.ndarray
+    """float32 log-probs in nats of the policy that sampled; 0 where the mask is False."""
+    versions_L: np.ndarray
+    """int32 policy version that sampled the token; NO_VERSION where the mask is False."""
+
+    def __post_init__(self) -> None:
+        lengths = {len(self.ids_L), len(self.mask_L), len(self.behaviour_logprobs_L), len(self.versions_L)}
+        if len(lengths) != 1:
+            raise ValueError(
+                f"episode {self.episode_id}: {len(self.ids_L)} ids, {len(self.mask_L)} mask positions, "
+                f"{len(self.behaviour_logprobs_L)} log-probs, {len(self.versions_L)} versions"
+            )
+        if len(self.mask_L) and self.mask_L[0]:
+            raise ValueError(f"episode {self.episode_id}: the first token is sampled, but nothing stands before it")
+        if not np.isfinite(self.behaviour_logprobs_L[self.mask_L]).all():
+            raise ValueError(f"episode {self.episode_id}: a behaviour log-prob is not finite")
+
+    @property
+    def num_tokens(self) -> int:
+        """Sampled tokens: those with mask True."""
+        return int(self.mask_L.sum())
+
+
+@dataclass(frozen=True, kw_only=True)
+class Batch:
+    """Rows padded on the right to one length. The mask comes from lengths, so a pad id may also be a real token."""
+
+    ids_BL: torch.Tensor
+    """int64; 0 in the padding, which stands right of every real token, where causal attention never looks."""
+    mask_BL: torch.Tensor
+    """bool; True exactly on sampled tokens."""
+    behaviour_logprobs_BL: torch.Tensor
+    """float32, nats; 0 where the mask is False."""
+
+
+def make_sample(episode: ScoredEpisode) -> Sample:
+    """Join the turns of an episode: suffixes with mask False, sampled tokens with mask True, each exactly once.
+
+    An episode without turns gives an empty row. Raises ValueError for a turn without suffix or without sampled
+    tokens: the mask could not tell it from its neighbours.
+    """
+    for index, turn in enumerate(episode.turns):
+        if len(turn.suffix_ids) == 0 or len(turn.sampled_ids) == 0:
+            raise ValueError(
+                f"episode {episode.episode_id} turn {index}: "
+                f"{len(turn.suffix_ids)} suffix ids and {len(turn.sampled_ids)} sampled ids, both must be at least 1"
+            )
+    parts = [part for turn in episode.turns for part in _parts(turn)]
+    ids, mask, logprobs, versions = zip(*parts, strict=True) if parts else ((), (), (), ())
+    return Sample(
+        episode_id=episode.episode_id,
+        group_id=episode.group_id,
+        ids_L=_join(ids, np.int32),
+        mask_L=_join(mask, np.bool_),
+        behaviour_logprobs_L=_join(logprobs, np.float32),
+        versions_L=_join(versions, np.int32),
+    )
+
+
+def sample_digest(sample: Sample) -> bytes:
+    """sha256 over the digests of the turns, taken from the arrays of the row itself.
+
+    Equal to the digest of what the engine client received, unless a token or a log-prob changed on its way here.
+    """
+    turn_digests = [
+        sampled_digest(ids_to_bytes(sample.ids_L[turn]), logprobs_to_bytes(sample.behaviour_logprobs_L[turn]))
+        for turn in _sampled_runs(sample)
+    ]
+    return episode_digest(turn_digests)
+
+
+def fresh_mask(sample: Sample, version: int) -> np.ndarray:
+    """[L] True on the tokens of turns that `version` sampled from start to end.
+
+    A turn that changed versions half-way does not count: its later tokens stand on keys and values of older weights.
+    """
+    fresh_L = np.zeros(len(sample.ids_L), dtype=np.bool_)
+    for turn in _sampled_runs(sample):
+        fresh_L[turn] = (sample.versions_L[turn] == version).all()
+    return fresh_L
+
+
+def pad(samples: Sequence[Sample]) -> Batch:
+    """Stack rows into one batch of the longest row's length."""
+    length = max(len(sample.ids_L) for sample in samples)
+    shape = (len(samples), length)
+    ids_BL = np.zeros(shape, dtype=np.int64)
+    mask_BL = np.zeros(shape, dtype=np.bool_)
+    logprobs_BL = np.zeros(shape, dtype=np.float32)
+    for row, sample in enumerate(samples):
+        end = len(sample.ids_L)
+        ids_BL[row, :end] = sample.ids_L
+        mask_BL[row, :end] = sample.mask_L
+        logprobs_BL[row, :end] = np.where(sample.mask_L, sample.behaviour_logprobs_L, 0)
+    return Batch(
+        ids_BL=torch.from_numpy(ids_BL),
+        mask_BL=torch.from_numpy(mask_BL),
+        behaviour_logprobs_BL=torch.from_numpy(logprobs_BL),
+    )
+
+
+def microbatches(samples: Sequence[Sample], *, max_positions: int) -> list[list[Sample]]:
+    """Split rows, ordered by length, into batches of at most `max_positions` padded positions (or one row)."""
+    batches: list[list[Sample]] = []
+    for sample in sorted(samples, key=lambda sample: len(sample.ids_L)):
+        if batches and (len(batches[-1]) + 1) * len(sample.ids_L) <= max_positions:
+            batches[-1].append(sample)
+        else:
+            batches.append([sample])
+    return batches
+
+
+def _sampled_runs(sample: Sample) -> list[slice]:
+    """The turns of a row: its runs of mask True, in order."""
+    edges = np.flatnonzero(np.diff(sample.mask_L.astype(np.int8), prepend=0, append=0))
+    return [slice(start, end) for start, end in edges.reshape(-1, 2).tolist()]
+
+
+def _parts(turn: TurnTokens) -> tuple[tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray], ...]:
+    """(ids, mask, log-probs, versions) of the suffix, then of the sampled tokens."""
+    num_suffix, num_sampled = len(turn.suffix_ids), len(turn.sampled_ids)
+    return (
+        (turn.suffix_ids, np.zeros(num_suffix, bool), np.zeros(num_suffix), np.full(num_suffix, NO_VERSION)),
+        (turn.sampled_ids, np.ones(num_sampled, bool), turn.logprobs, turn.versions),
+    )
+
+
+def _join(arrays: Sequence[np.ndarray], dtype: type[np.generic]) -> np.ndarray:
+    return np.concatenate([np.empty(0, dtype), *arrays]).astype(dtype)

@@ -1,0 +1,77 @@
+"""Waits for the groups of the next training step and reads them, from the database to the loop."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from dataclasses import dataclass
+
+from common.db import runs, steps
+from common.db.runs import Run
+from common.db.session import Database
+from common.db.steps import ScoredGroup, Step
+from common.episode import RunState
+
+logger = logging.getLogger(__name__)
+
+POLL_S = 0.1
+REPORT_WAIT_EVERY_S = 30.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Work:
+    """A training step with its groups."""
+
+    step: Step
+    groups: tuple[ScoredGroup, ...]
+    wait_s: float
+    """How long the trainer waited for the groups."""
+
+
+def wait_for_work(database: Database, run: Run, *, version: int, stop: threading.Event) -> Work | None:
+    """The step that trains `version`: one left OPEN by an earlier process, else as soon as groups are complete.
+
+    Waits for complete groups, without end as long as the run goes on; wakes at every poll, on `stop` and when the run
+    is over. Returns None in the last two cases.
+    """
+    started = reported = time.monotonic()
+    while not stop.is_set():
+        step = _open_or_take(database, run, version=version)
+        if step is not None:
+            wait_s = time.monotonic() - started
+            with database.begin() as conn:
+                return Work(step=step, groups=tuple(steps.load_groups(conn, step.id)), wait_s=wait_s)
+        if _is_over(database, run):
+            return None
+        if time.monotonic() - reported > REPORT_WAIT_EVERY_S:
+            reported = time.monotonic()
+            logger.info("still waiting for groups run=%d version=%d wait_s=%.0f", run.id, version, reported - started)
+        stop.wait(POLL_S)
+    return None
+
+
+def _open_or_take(database: Database, run: Run, *, version: int) -> Step | None:
+    train = run.config.train
+    with database.begin() as conn:
+        left_open = steps.open_step(conn, run.id)
+        if left_open is not None:
+            assert left_open.version_in == version, f"step {left_open} is open, but version {version} is the newest"
+            logger.info("replaying open step run=%d step=%d version=%d", run.id, left_open.id, version)
+            return left_open
+        take = steps.take_groups(
+            conn,
+            run.id,
+            version_in=version,
+            num_groups=train.groups_per_step,
+            max_staleness=train.max_staleness,
+        )
+    for reason, count in take.dropped.items():
+        logger.warning("dropped groups run=%d version=%d reason=%s count=%d", run.id, version, reason, count)
+    return take.step
+
+
+def _is_over(database: Database, run: Run) -> bool:
+    with database.begin() as conn:
+        now = runs.find(conn, run.name)
+    return now is None or now.state in (RunState.FINISHED, RunState.STOPPED)
