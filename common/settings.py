@@ -66,7 +66,7 @@ def load_settings() -> Settings:
     known = {PREFIX + name.upper() for name in Settings.model_fields}
     for name in os.environ:
         if name.startswith(PREFIX) and name not in known:
-            near = difflib.get_close_matches(name, known, n=1)
+            near = difflib.get_close_matches(name, known, n=1, cutoff=0.75)
             hint = f"did you mean {near[0]}?" if near else f"known are {', '.join(sorted(known))}"
             raise SetupError(f"unknown variable {name}: {hint}")
     try:

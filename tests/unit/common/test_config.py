@@ -1,0 +1,42 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from common.config import load_run_config
+from common.errors import SetupError
+
+MINIMAL = 'name = "a"\nmodel = "m"\n'
+
+
+def write(tmp_path: Path, text: str) -> Path:
+    path = tmp_path / "run.toml"
+    path.write_text(text)
+    return path
+
+
+def test_a_minimal_file_gets_the_defaults(tmp_path: Path):
+    config = load_run_config(write(tmp_path, MINIMAL))
+    assert (config.handler, config.train.max_staleness, config.groups_in_flight) == ("calculator", 1, 32)
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("name = ", "is not TOML"),
+        (MINIMAL + "[train]\nlearning_rat = 1.0", "train.learning_rat: Extra inputs are not permitted"),
+        (MINIMAL + "[rollout]\ngroup_size = 1", "rollout.group_size: .*greater than or equal to 2"),
+        (MINIMAL + "[rollout]\ntemperature = 0", "rollout.temperature: .*greater than 0"),
+        (MINIMAL + "[train]\nminibatches = 17", "a minibatch would be empty"),
+        ('name = "A b"\nmodel = "m"', "name: "),
+    ],
+)
+def test_a_wrong_file_names_the_field_and_the_value(tmp_path: Path, text: str, expected: str):
+    with pytest.raises(SetupError, match=expected):
+        load_run_config(write(tmp_path, text))
+
+
+def test_a_missing_file_is_named(tmp_path: Path):
+    with pytest.raises(SetupError, match=r"run\.toml does not exist"):
+        load_run_config(tmp_path / "run.toml")

@@ -1,0 +1,34 @@
+from __future__ import annotations
+
+import pytest
+
+from common.errors import SetupError
+from common.settings import load_settings, masked
+
+
+def test_a_mistyped_variable_is_refused_with_the_near_one(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("ROLLMILL_DATABSE_URL", "x")
+    with pytest.raises(SetupError, match="unknown variable ROLLMILL_DATABSE_URL: did you mean ROLLMILL_DATABASE_URL"):
+        load_settings()
+
+
+def test_an_unknown_variable_lists_the_known(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("ROLLMILL_ZZZ", "x")
+    with pytest.raises(SetupError, match="known are ROLLMILL_BROKER_URL"):
+        load_settings()
+
+
+def test_a_value_out_of_bounds_names_variable_and_value(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("ROLLMILL_LEASE_S", "-1")
+    with pytest.raises(SetupError, match=r"ROLLMILL_LEASE_S='-1': .*greater than 0"):
+        load_settings()
+
+
+def test_a_missing_url_says_what_to_set():
+    with pytest.raises(SetupError, match="ROLLMILL_BROKER_URL is not set"):
+        load_settings().require_broker_url()
+
+
+def test_passwords_are_masked():
+    assert masked("postgresql://user:secret@host:1/name") == "postgresql://user:***@host:1/name"
+    assert masked("redis://:secret@host:1/0") == "redis://:***@host:1/0"
