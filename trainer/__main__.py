@@ -6,9 +6,10 @@ import argparse
 import signal
 import sys
 import threading
+from collections.abc import Callable
 from pathlib import Path
 
-from common.config import load_run_config
+from common.config import RunConfig, load_run_config
 from common.errors import SetupError
 from common.log import setup_logging
 from common.settings import settings
@@ -19,36 +20,24 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m trainer", description="Trains one run from its scored episodes.")
     parser.add_argument("--config", type=Path, required=True, help="the run's TOML file")
     arguments = parser.parse_args()
-    stop = threading.Event()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda *_: stop.set())
+    _on_stop(lambda: sys.exit(0))
     try:
         setup_logging(settings().log_level)
-        run_trainer(arguments.config, stop)
+        run_trainer(load_run_config(arguments.config))
     except SetupError as error:
         sys.stderr.write(f"trainer: {error}\n")
         return 2
     return 0
 
 
-def run_trainer(config_path: Path, stop: threading.Event) -> None:
-    """Connect everything and train."""
-    config = load_run_config(config_path)
+def run_trainer(config: RunConfig) -> None:
+    """Connect to the database and train the run, unless it is over."""
     database_url, broker_url = settings().require_database_url(), settings().require_broker_url()
-
-    # Loading torch takes seconds: after the checks that need none of it.
-    from transformers.utils.logging import disable_progress_bar
 
     from common.db import runs
     from common.db.session import Database, check_schema
     from common.episode import RunState
-    from common.weights import WeightStore
-    from trainer.checkpoint import CheckpointStore
-    from trainer.loop import Trainer
-    from trainer.policy import Policy
 
-    disable_progress_bar()  # type: ignore[no-untyped-call]
-    data_dir = settings().data_dir.resolve()
     database = Database.connect(database_url, pool_size=2)
     try:
         check_schema(database)
@@ -56,16 +45,20 @@ def run_trainer(config_path: Path, stop: threading.Event) -> None:
             run = runs.open_run(conn, config)
         if run.state in (RunState.FINISHED, RunState.STOPPED):
             return
-        Trainer(
-            run=run,
-            database=database,
-            policy=Policy.load(config),
-            weights=WeightStore(data_dir / "weights"),
-            checkpoints=CheckpointStore(data_dir / "checkpoints", run.name),
-            broker_url=broker_url,
-        ).train(stop)
+        # Importing torch takes seconds: after the checks that do without.
+        from trainer.loop import make_trainer
+
+        trainer = make_trainer(run, database, data_dir=settings().data_dir.resolve(), broker_url=broker_url)
+        stop = threading.Event()
+        _on_stop(stop.set)
+        trainer.train(stop)
     finally:
         database.dispose()
+
+
+def _on_stop(action: Callable[[], None]) -> None:
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: action())
 
 
 if __name__ == "__main__":

@@ -10,6 +10,7 @@ import logging
 import threading
 import time
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 
@@ -99,6 +100,18 @@ class Trainer:
         return self.weights.publish(
             self.run.name, version, version_writer(self.policy.model, start=self.run.config.model)
         )
+
+
+def make_trainer(run: Run, database: Database, *, data_dir: Path, broker_url: str) -> Trainer:
+    """The trainer of a run, with its start weights loaded. Raises SetupError when the model folder holds none."""
+    return Trainer(
+        run=run,
+        database=database,
+        policy=Policy.load(run.config),
+        weights=WeightStore(data_dir / "weights"),
+        checkpoints=CheckpointStore(data_dir / "checkpoints", run.name),
+        broker_url=broker_url,
+    )
 
 
 def prepare(groups: tuple[ScoredGroup, ...], *, version: int) -> tuple[list[Sample], Advantages, dict[str, float]]:

@@ -14,6 +14,7 @@ from typing import Self
 import numpy as np
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers.utils.logging import disable_progress_bar
 
 from common.config import RunConfig, TrainConfig
 from common.errors import RollmillError, SetupError
@@ -205,6 +206,8 @@ def load_model(folder: Path) -> PreTrainedModel:
     """The model of a folder in float32. Raises SetupError that names the folder."""
     if not (folder / "config.json").is_file():
         raise SetupError(f"model folder {folder} has no config.json: set `model` to a folder of Hugging Face format")
+    # stderr is the log.
+    disable_progress_bar()  # type: ignore[no-untyped-call]
     try:
         model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, local_files_only=True)
     except (OSError, ValueError) as error:

@@ -9,14 +9,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from transformers import PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
+from transformers import PreTrainedModel
 
 from common.config import RunConfig
 from common.episode import ScoredEpisode, TurnTokens
 from trainer.policy import Policy
 from trainer.samples import Sample, make_sample, pad
-
-VOCAB_SIZE = 576
+from trainer.tiny import VOCAB_SIZE, make_model, save_model
 
 MakeSample = Callable[..., Sample]
 MakePolicy = Callable[..., Policy]
@@ -31,24 +30,7 @@ def _one_thread() -> None:
 def start_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Start weights in float16 with some tokenizer files, as a run's configuration names them."""
     folder = tmp_path_factory.mktemp("start")
-    torch.manual_seed(0)
-    model = Qwen3ForCausalLM(
-        Qwen3Config(
-            vocab_size=VOCAB_SIZE,
-            hidden_size=64,
-            num_hidden_layers=2,
-            num_attention_heads=4,
-            num_key_value_heads=2,
-            head_dim=32,
-            intermediate_size=192,
-            max_position_embeddings=512,
-            tie_word_embeddings=True,
-            eos_token_id=2,
-            pad_token_id=0,
-        )
-    )
-    torch.nn.init.normal_(model.get_input_embeddings().weight, std=0.12)
-    model.half().save_pretrained(folder)
+    save_model(make_model(eos_id=2, pad_id=0, seed=0), folder)
     (folder / "tokenizer.json").write_text('{"model": {}}')
     (folder / "chat_template.jinja").write_text("{{ messages }}")
     return folder

@@ -1,0 +1,285 @@
+"""The trainer on a real database: every group is trained once, whatever happens between taking it and the commit."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from sqlalchemy import text
+from sqlalchemy.exc import IntegrityError
+
+from common.config import RolloutConfig, RunConfig, TrainConfig
+from common.db import episodes, report, runs, steps, tasks, turns, versions
+from common.db.session import Database
+from common.db.versions import PolicyVersion
+from common.episode import (
+    EpisodeState,
+    FinishReason,
+    RunState,
+    Sampled,
+    ScoredEpisode,
+    Turn,
+    TurnTokens,
+    VersionSpan,
+)
+from common.errors import SetupError
+from common.outcomes import Outcome
+from common.weights import verify
+from tests.integration.world import World
+from trainer.checkpoint import STATE_FILE
+from trainer.loop import Trainer, make_trainer
+from trainer.policy import Policy
+from trainer.samples import make_sample, pad
+from trainer.source import wait_for_work
+from trainer.tiny import VOCAB_SIZE, make_model, save_model
+
+NO_BROKER = "amqp://guest:guest@127.0.0.1:1//"
+"""Nothing listens there: announcements fail, which the trainer bears."""
+
+
+@pytest.fixture(scope="module")
+def start_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    torch.set_num_threads(1)
+    folder = tmp_path_factory.mktemp("start")
+    save_model(make_model(eos_id=2, pad_id=0, seed=0), folder)
+    return folder
+
+
+@pytest.fixture
+def world(database: Database, start_folder: Path) -> World:
+    config = RunConfig(
+        name="run-a",
+        model=start_folder,
+        rollout=RolloutConfig(group_size=2),
+        train=TrainConfig(groups_per_step=2, num_versions=3),
+    )
+    with database.begin() as conn:
+        run = runs.open_run(conn, config)
+        tasks.load(conn, dataset=config.dataset_name, handler="calculator", payloads=[(str(i), {}) for i in range(4)])
+        return World(database, run, tasks.ids(conn, config.dataset_name))
+
+
+@pytest.fixture
+def new_trainer(world: World, tmp_path: Path) -> Callable[[], Trainer]:
+    """A trainer as a new process would make it."""
+
+    def make() -> Trainer:
+        return make_trainer(world.run, world.database, data_dir=tmp_path, broker_url=NO_BROKER)
+
+    return make
+
+
+def newest(world: World) -> PolicyVersion | None:
+    with world.database.begin() as conn:
+        return versions.newest(conn, world.run.id)
+
+
+def wait_for_version(world: World, number: int) -> PolicyVersion:
+    deadline = time.monotonic() + 30
+    while (version := newest(world)) is None or version.number < number:
+        assert time.monotonic() < deadline, f"version {number} did not come, newest is {version}"
+        time.sleep(0.02)
+    return version
+
+
+def play(world: World, version: PolicyVersion, *, num_groups: int = 2) -> None:
+    """Groups of two episodes with rewards 1 and 0, sampled by the published weights as an engine would."""
+    policy = Policy.load(world.run.config.model_copy(update={"model": version.path}))
+    for number, wakeup in enumerate(world.feed(num_groups)):
+        claim = world.must_claim(world.prepare(wakeup))
+        with world.database.begin() as conn:
+            for turn in sampled_turns(policy, seed=wakeup.episode_id, version=version.number):
+                turns.save(conn, claim, turn)
+            moved = episodes.move(conn, claim, EpisodeState.SAMPLED, why="finished", outcome=Outcome.FINISHED)
+        assert moved is not None
+        world.score(moved, reward=float(number % 2))
+
+
+def sampled_turns(policy: Policy, *, seed: int, version: int) -> list[Turn]:
+    """Two turns of random ids with the log-probs that `policy` gives them."""
+    rng = np.random.default_rng(seed)
+    suffixes, sampled = (rng.integers(0, VOCAB_SIZE, size=(2, 6), dtype=np.int32) for _ in range(2))
+    blank = [
+        TurnTokens(suffix_ids=a, sampled_ids=b, logprobs=np.zeros(6, np.float32), versions=np.zeros(6, np.int32))
+        for a, b in zip(suffixes, sampled, strict=True)
+    ]
+    row = make_sample(ScoredEpisode(episode_id=seed, group_id=0, outcome="finished", reward=0, turns=tuple(blank)))
+    with torch.no_grad():
+        logprobs = policy.logprobs(pad([row]))[0].numpy()[row.mask_L].reshape(2, 6)
+    return [
+        Turn(
+            index=index,
+            suffix_ids=tuple(suffixes[index].tolist()),
+            sampled=Sampled(
+                ids=tuple(sampled[index].tolist()),
+                logprobs=tuple(logprobs[index].tolist()),
+                spans=(VersionSpan(version=version, start=0, end=6),),
+                finish_reason=FinishReason.STOP,
+            ),
+            messages=(),
+            engine="http://engine",
+            latency_ms=1,
+        )
+        for index in range(2)
+    ]
+
+
+def test_run_is_trained_to_its_last_version(world: World, new_trainer: Callable[[], Trainer]) -> None:
+    trainer, stop = new_trainer(), threading.Event()
+    thread = threading.Thread(target=trainer.train, args=(stop,), daemon=True)
+    thread.start()
+    try:
+        for number in range(3):
+            play(world, wait_for_version(world, number))
+        thread.join(timeout=30)
+        assert not thread.is_alive()
+    finally:
+        stop.set()
+        thread.join(timeout=30)
+    with world.database.begin() as conn:
+        done = runs.find(conn, world.run.name)
+        figures = report.summary(conn, world.run.id)
+        metrics = conn.execute(text("SELECT metrics FROM train_step ORDER BY version_in")).scalars().all()
+    assert done is not None
+    assert done.state is RunState.FINISHED
+    assert (figures.token_mismatches, figures.episodes_trained, figures.lag_max) == (0, 12, 0)
+    assert [step["reward_mean"] for step in metrics] == [0.5] * 3
+    assert max(step["logprob_gap_max"] for step in metrics) < 1e-4
+    assert [step["logprob_gap_tokens"] for step in metrics] == [48] * 3
+    last = wait_for_version(world, 3)
+    verify(last.path, last.manifest_sha256)
+
+
+def test_step_that_was_published_but_not_committed_is_replayed_alike(
+    world: World, new_trainer: Callable[[], Trainer]
+) -> None:
+    first = new_trainer()
+    first.resume()
+    start = wait_for_version(world, 0)
+    play(world, start)
+    work = wait_for_work(world.database, world.run, version=0, stop=threading.Event())
+    assert work is not None
+    in_the_way = work.groups[1].episodes[1].episode_id
+    with world.database.begin() as conn:
+        conn.execute(
+            text("INSERT INTO trained_episode VALUES (:id, :step, '', 0, 0)"), {"id": in_the_way, "step": work.step.id}
+        )
+    with pytest.raises(IntegrityError):
+        first.train_step(work)
+    assert newest(world) == start
+    left_behind = (first.weights.path(world.run.name, 1) / "model.safetensors").read_bytes()
+    with world.database.begin() as conn:
+        conn.execute(text("DELETE FROM trained_episode"))
+
+    second = new_trainer()
+    assert second.resume() == 0
+    replay = wait_for_work(world.database, world.run, version=0, stop=threading.Event())
+    assert replay is not None
+    assert replay.step == work.step
+    second.train_step(replay)
+    published = wait_for_version(world, 1)
+    verify(published.path, published.manifest_sha256)
+    assert (published.path / "model.safetensors").read_bytes() == left_behind
+    with world.database.begin() as conn:
+        assert steps.open_step(conn, world.run.id) is None
+        assert report.summary(conn, world.run.id).episodes_trained == 4
+
+
+def one_step(world: World, trainer: Trainer) -> PolicyVersion:
+    version = trainer.resume()
+    play(world, wait_for_version(world, version))
+    work = wait_for_work(world.database, world.run, version=version, stop=threading.Event())
+    assert work is not None
+    trainer.train_step(work)
+    return wait_for_version(world, version + 1)
+
+
+def test_restart_goes_on_with_the_same_weights_and_optimizer(world: World, new_trainer: Callable[[], Trainer]) -> None:
+    trainer, other = new_trainer(), new_trainer()
+    one_step(world, trainer)
+    assert other.resume() == 1
+    expected, found = trainer.policy.state(), other.policy.state()
+    assert any(name.startswith("optimizer.exp_avg_sq.") for name in found)
+    assert expected.keys() == found.keys()
+    assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
+
+
+@pytest.mark.parametrize("how", ["gone", "damaged"])
+def test_weights_folder_is_written_again_at_the_next_start(
+    world: World, new_trainer: Callable[[], Trainer], how: str
+) -> None:
+    published = one_step(world, new_trainer())
+    if how == "gone":
+        shutil.rmtree(published.path)
+    else:
+        (published.path / "model.safetensors").write_bytes(b"nothing")
+    assert new_trainer().resume() == 1
+    assert newest(world) == published
+    verify(published.path, published.manifest_sha256)
+
+
+def test_damaged_checkpoint_is_named_and_nothing_is_lost(
+    world: World, new_trainer: Callable[[], Trainer], tmp_path: Path
+) -> None:
+    published = one_step(world, new_trainer())
+    trainer = new_trainer()
+    state = tmp_path / "checkpoints" / "run-a" / "000001" / STATE_FILE
+    state.write_bytes(state.read_bytes()[:-1])
+    with pytest.raises(SetupError, match=f"cannot go on from checkpoint {state.parent}"):
+        trainer.resume()
+    assert newest(world) == published
+
+
+def start_process(tmp_path: Path, world: World, database_url: str) -> subprocess.Popen[str]:
+    config = tmp_path / "run.toml"
+    config.write_text(
+        f'name = "run-a"\nmodel = "{world.run.config.model}"\n[rollout]\ngroup_size = 2\n'
+        "[train]\ngroups_per_step = 2\nnum_versions = 3\n"
+    )
+    environment = {
+        "ROLLMILL_DATABASE_URL": database_url,
+        "ROLLMILL_BROKER_URL": NO_BROKER,
+        "ROLLMILL_DATA_DIR": str(tmp_path / "data"),
+    }
+    return subprocess.Popen(
+        [sys.executable, "-m", "trainer", "--config", str(config)],
+        env=os.environ | environment,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def test_sigterm_while_waiting_ends_it_at_once_without_error(world: World, database_url: str, tmp_path: Path) -> None:
+    with start_process(tmp_path, world, database_url) as process:
+        try:
+            wait_for_version(world, 0)
+            begun = time.monotonic()
+            process.send_signal(signal.SIGTERM)
+            _, errors = process.communicate(timeout=20)
+        finally:
+            process.kill()
+    assert process.returncode == 0, errors
+    assert time.monotonic() - begun < 3
+    assert "Traceback" not in errors
+
+
+def test_finished_run_is_left_alone(world: World, database_url: str, tmp_path: Path) -> None:
+    with world.database.begin() as conn:
+        runs.finish(conn, world.run.id)
+    with start_process(tmp_path, world, database_url) as process:
+        try:
+            _, errors = process.communicate(timeout=60)
+        finally:
+            process.kill()
+    assert process.returncode == 0, errors
+    assert newest(world) is None
