@@ -1,0 +1,363 @@
+"""What people look at: how a run stands now, for the live display, and how it went, for the final report."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from sqlalchemy import Connection, text
+
+from common.db import engines
+from common.episode import EpisodeState, GroupState, RunState, Stage
+from common.outcomes import AGENT_OUTCOMES, Outcome
+
+
+@dataclass(frozen=True, kw_only=True)
+class StageCounts:
+    """Where a run's episodes stand for one stage."""
+
+    waiting: int
+    """No worker has them."""
+    working: int
+    """A worker has claimed them."""
+    done: int
+    """They went past the stage; failed and cancelled ones are not counted."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class VersionReward:
+    """How the episodes did whose oldest token is of one policy version."""
+
+    version: int
+    episodes: int
+    mean_reward: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Snapshot:
+    """How a run stands at one moment."""
+
+    state: RunState
+    stages: Mapping[Stage, StageCounts]
+    episodes: Mapping[EpisodeState, int]
+    """Every state has an entry."""
+    groups: Mapping[GroupState, int]
+    """Every state has an entry."""
+    version_newest: int | None
+    """Newest published policy version; None = the trainer has not published its start weights yet."""
+    version_live: int | None
+    """Oldest version that an engine still samples from; None = no engine serves the run yet."""
+    lag_last: int | None
+    """Largest staleness in the last finished training step, in versions; None = none is finished."""
+    lag_max: int | None
+    """Largest staleness in any finished training step."""
+    tokens_sampled: int
+    """Over all episodes, in their present attempt."""
+    rewards: tuple[VersionReward, ...]
+    """Versions that have scored episodes, in order."""
+
+
+def snapshot(conn: Connection, run_id: int) -> Snapshot:
+    """How the run stands: one pass over its episodes, a few milliseconds per ten thousand of them."""
+    episodes: Counter[EpisodeState] = Counter(dict.fromkeys(EpisodeState, 0))
+    working: Counter[EpisodeState] = Counter()
+    scored: dict[int, tuple[int, float]] = {}
+    tokens_sampled = 0
+    for row in conn.execute(
+        text(
+            """
+            SELECT state, claim_token IS NOT NULL AS claimed, version_min, count(*) AS num, sum(num_sampled) AS tokens,
+                   sum(reward) AS rewards
+              FROM episode WHERE run_id = :run_id GROUP BY 1, 2, 3 ORDER BY 3
+            """
+        ),
+        {"run_id": run_id},
+    ):
+        state = EpisodeState(row.state)
+        episodes[state] += row.num
+        working[state] += row.num if row.claimed else 0
+        tokens_sampled += row.tokens
+        if state is EpisodeState.SCORED and row.version_min is not None:
+            scored[row.version_min] = (row.num, row.rewards / row.num)
+    lags = _lags(conn, run_id)
+    return Snapshot(
+        state=_state(conn, run_id),
+        stages=_stages(episodes, working),
+        episodes=episodes,
+        groups=_groups(conn, run_id),
+        version_newest=_newest_version(conn, run_id),
+        version_live=engines.live_version(conn, run_id),
+        lag_last=lags[-1] if lags else None,
+        lag_max=max(lags, default=None),
+        tokens_sampled=tokens_sampled,
+        rewards=tuple(
+            VersionReward(version=version, episodes=num, mean_reward=mean) for version, (num, mean) in scored.items()
+        ),
+    )
+
+
+def _stages(episodes: Mapping[EpisodeState, int], working: Mapping[EpisodeState, int]) -> dict[Stage, StageCounts]:
+    way = (
+        (Stage.INIT, EpisodeState.NEW),
+        (Stage.RUN, EpisodeState.READY),
+        (Stage.EVAL, EpisodeState.SAMPLED),
+        (None, EpisodeState.SCORED),
+    )
+    return {
+        stage: StageCounts(
+            waiting=episodes[takes] - working[takes],
+            working=working[takes],
+            done=sum(episodes[later] for _, later in way[position + 1 :]),
+        )
+        for position, (stage, takes) in enumerate(way)
+        if stage is not None
+    }
+
+
+def _state(conn: Connection, run_id: int) -> RunState:
+    return RunState(conn.execute(text("SELECT state FROM run WHERE id = :id"), {"id": run_id}).scalar_one())
+
+
+def _groups(conn: Connection, run_id: int) -> dict[GroupState, int]:
+    rows = conn.execute(
+        text("SELECT state, count(*) AS num FROM episode_group WHERE run_id = :run_id GROUP BY state"),
+        {"run_id": run_id},
+    )
+    return dict.fromkeys(GroupState, 0) | {GroupState(row.state): row.num for row in rows}
+
+
+def _newest_version(conn: Connection, run_id: int) -> int | None:
+    newest: int | None = conn.execute(
+        text("SELECT max(number) FROM policy_version WHERE run_id = :run_id"), {"run_id": run_id}
+    ).scalar_one()
+    return newest
+
+
+def _lags(conn: Connection, run_id: int) -> list[int]:
+    """The largest staleness of each finished step, in order."""
+    rows = conn.execute(
+        text(
+            """
+            SELECT max(s.version_in - e.version_min) AS lag
+              FROM train_step s JOIN trained_episode x ON x.step_id = s.id JOIN episode e ON e.id = x.episode_id
+             WHERE s.run_id = :run_id GROUP BY s.version_in ORDER BY s.version_in
+            """
+        ),
+        {"run_id": run_id},
+    )
+    return [row.lag for row in rows]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Summary:
+    """How a run went. Every episode is counted in exactly one of the `episodes_*` fields up to `episodes_lost`."""
+
+    state: RunState
+    versions: tuple[int, ...]
+    """Numbers of the published policy versions, in order."""
+    mean_reward_by_version: tuple[float | None, ...]
+    """[number of versions to train] of the scored episodes whose oldest token is of version 0, 1, 2 …; None = none."""
+    episodes_total: int
+    episodes_trained: int
+    episodes_failed: int
+    episodes_cancelled: int
+    episodes_stale: int
+    """Scored, but their group was dropped as too stale."""
+    episodes_dropped_other: int
+    """Scored, but their group was dropped for want of a baseline."""
+    episodes_untrainable: int
+    """Scored in a trained group, with nothing to train: the agent never sampled."""
+    episodes_in_flight: int
+    """Not settled, while the run may still settle them."""
+    episodes_lost: int
+    """Not settled, and nothing will settle them: must be 0."""
+    episodes_trained_twice: int
+    """Trained by another step than their group's, or by two: must be 0."""
+    lag_max: int | None
+    """Largest (version trained - oldest version sampled) of a trained episode; None = nothing was trained."""
+    lag_mean: float | None
+    token_mismatches: int
+    """Trained episodes whose digest in the trainer differs from that of the turns as sampled: must be 0."""
+    logprob_gap_max: float | None
+    """Largest |trainer - engine| log-probability of a token of the version being trained, in nats; None = no step."""
+    tokens_sampled: int
+    """Over all attempts, the lost ones included."""
+    attempts: int
+    """Over all episodes; more than `episodes_total` where attempts were started afresh."""
+    outcomes: Mapping[str, int]
+    """Episodes by outcome."""
+    failures: Mapping[str, int]
+    """Failures of infrastructure by kind, the retried ones included."""
+
+
+def summary(conn: Connection, run_id: int) -> Summary:
+    """How the run went so far."""
+    row = conn.execute(
+        text("SELECT state, CAST(config -> 'train' ->> 'num_versions' AS int) AS num_versions FROM run WHERE id = :id"),
+        {"id": run_id},
+    ).one()
+    state = RunState(row.state)
+    fates = _fates(conn, run_id)
+    over = state in (RunState.FINISHED, RunState.STOPPED)
+    trained = _trained(conn, run_id)
+    sampled = _sampled(conn, run_id)
+    return Summary(
+        state=state,
+        versions=_versions(conn, run_id),
+        mean_reward_by_version=_reward_by_version(conn, run_id, row.num_versions),
+        episodes_total=fates.total(),
+        episodes_trained=fates["trained"],
+        episodes_failed=fates["failed"],
+        episodes_cancelled=fates["cancelled"],
+        episodes_stale=fates["stale"],
+        episodes_dropped_other=fates["dropped"],
+        episodes_untrainable=fates["untrainable"],
+        episodes_in_flight=0 if over else fates["in_flight"],
+        episodes_lost=fates["lost"] + (fates["in_flight"] if over else 0),
+        episodes_trained_twice=trained.twice,
+        lag_max=trained.lag_max,
+        lag_mean=trained.lag_mean,
+        token_mismatches=trained.mismatches,
+        logprob_gap_max=trained.gap_max,
+        tokens_sampled=sampled.tokens,
+        attempts=sampled.attempts,
+        outcomes=sampled.outcomes,
+        failures=_failures(conn, run_id),
+    )
+
+
+def _fates(conn: Connection, run_id: int) -> Counter[str]:
+    """What became of each episode; `in_flight` is lost when the run is over.
+
+    An episode is also lost when its group went on without it, or was trained and left it out.
+    """
+    rows = conn.execute(
+        text(
+            """
+            SELECT CASE WHEN x.episode_id IS NOT NULL THEN 'trained'
+                        WHEN g.state NOT IN ('TRAINED', 'DROPPED') THEN 'in_flight'
+                        WHEN e.state = 'FAILED' THEN 'failed'
+                        WHEN e.state = 'CANCELLED' THEN 'cancelled'
+                        WHEN e.state <> 'SCORED' THEN 'lost'
+                        WHEN g.drop_reason = 'stale' THEN 'stale'
+                        WHEN g.state = 'DROPPED' THEN 'dropped'
+                        WHEN e.num_turns = 0 OR e.outcome <> ALL(CAST(:agent AS text[])) THEN 'untrainable'
+                        ELSE 'lost' END AS fate,
+                   count(*) AS num
+              FROM episode e
+              JOIN episode_group g ON g.id = e.group_id
+              LEFT JOIN trained_episode x ON x.episode_id = e.id
+             WHERE e.run_id = :run_id GROUP BY 1
+            """
+        ),
+        {"run_id": run_id, "agent": sorted(AGENT_OUTCOMES)},
+    )
+    return Counter({row.fate: row.num for row in rows})
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Trained:
+    twice: int
+    lag_max: int | None
+    lag_mean: float | None
+    mismatches: int
+    gap_max: float | None
+
+
+def _trained(conn: Connection, run_id: int) -> _Trained:
+    """Figures over the trained episodes. Their digests are computed anew here, from the turns as they were stored."""
+    row = conn.execute(
+        text(
+            """
+            SELECT count(*) - count(DISTINCT e.id) + count(*) FILTER (WHERE x.step_id IS DISTINCT FROM g.step_id)
+                       AS twice,
+                   max(s.version_in - e.version_min) AS lag_max,
+                   CAST(avg(s.version_in - e.version_min) AS float8) AS lag_mean,
+                   count(*) FILTER (WHERE x.digest IS DISTINCT FROM d.digest) AS mismatches
+              FROM train_step s
+              JOIN trained_episode x ON x.step_id = s.id
+              JOIN episode e ON e.id = x.episode_id
+              JOIN episode_group g ON g.id = e.group_id
+              LEFT JOIN LATERAL (SELECT sha256(string_agg(t.digest, CAST('' AS bytea) ORDER BY t.index)) AS digest
+                                   FROM turn t WHERE t.episode_id = e.id AND t.attempt = e.attempt) d ON true
+             WHERE s.run_id = :run_id
+            """
+        ),
+        {"run_id": run_id},
+    ).one()
+    gap_max = conn.execute(
+        text("SELECT max(CAST(metrics ->> 'logprob_gap_max' AS float8)) FROM train_step WHERE run_id = :run_id"),
+        {"run_id": run_id},
+    ).scalar_one()
+    return _Trained(
+        twice=row.twice, lag_max=row.lag_max, lag_mean=row.lag_mean, mismatches=row.mismatches, gap_max=gap_max
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Sampled:
+    tokens: int
+    attempts: int
+    outcomes: dict[str, int]
+
+
+def _sampled(conn: Connection, run_id: int) -> _Sampled:
+    tokens = conn.execute(
+        text(
+            "SELECT coalesce(sum(t.num_sampled), 0) FROM turn t JOIN episode e ON e.id = t.episode_id"
+            " WHERE e.run_id = :run_id"
+        ),
+        {"run_id": run_id},
+    ).scalar_one()
+    rows = conn.execute(
+        text(
+            """
+            SELECT outcome, count(*) AS num, sum(attempt) AS attempts FROM episode
+             WHERE run_id = :run_id GROUP BY outcome ORDER BY num DESC, outcome
+            """
+        ),
+        {"run_id": run_id},
+    ).all()
+    return _Sampled(
+        tokens=tokens,
+        attempts=sum(row.attempts for row in rows),
+        outcomes={row.outcome: row.num for row in rows if row.outcome is not None},
+    )
+
+
+def _failures(conn: Connection, run_id: int) -> dict[str, int]:
+    """From the history: an episode's row keeps only its last error."""
+    rows = conn.execute(
+        text(
+            """
+            SELECT split_part(v.why, ':', 1) AS kind, count(*) AS num
+              FROM episode_event v JOIN episode e ON e.id = v.episode_id
+             WHERE e.run_id = :run_id AND split_part(v.why, ':', 1) = ANY(CAST(:kinds AS text[]))
+             GROUP BY 1 ORDER BY 2 DESC, 1
+            """
+        ),
+        {"run_id": run_id, "kinds": sorted(set(Outcome) - AGENT_OUTCOMES)},
+    )
+    return {row.kind: row.num for row in rows}
+
+
+def _versions(conn: Connection, run_id: int) -> tuple[int, ...]:
+    rows = conn.execute(
+        text("SELECT number FROM policy_version WHERE run_id = :run_id ORDER BY number"), {"run_id": run_id}
+    )
+    return tuple(row.number for row in rows)
+
+
+def _reward_by_version(conn: Connection, run_id: int, num_versions: int) -> tuple[float | None, ...]:
+    rows = conn.execute(
+        text(
+            """
+            SELECT version_min AS version, avg(reward) AS mean FROM episode
+             WHERE run_id = :run_id AND state = 'SCORED' AND version_min IS NOT NULL GROUP BY version_min
+            """
+        ),
+        {"run_id": run_id},
+    )
+    means = {row.version: row.mean for row in rows}
+    return tuple(means.get(version) for version in range(num_versions))
