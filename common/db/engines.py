@@ -77,6 +77,17 @@ def loaded(conn: Connection, engine_id: int, *, owner: str, version: int | None)
     )
 
 
+def serves(conn: Connection, engine_id: int, *, owner: str, version: int | None) -> None:
+    """What the engine serves until it is loaded anew; its failures still count.
+
+    None (weights of no version, or unreachable) keeps new work away and lets the live version move on without it.
+    """
+    conn.execute(
+        text("UPDATE engine SET version = :version WHERE id = :id AND owner = :owner"),
+        {"id": engine_id, "owner": owner, "version": version},
+    )
+
+
 def failed(conn: Connection, engine_id: int, *, owner: str, error: str, quarantine_after: int) -> None:
     """A probe or a load failed: try again with back-off, and give it no new work after some failures in a row."""
     conn.execute(

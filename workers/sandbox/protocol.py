@@ -1,4 +1,4 @@
-"""What every kind of sandbox offers: INIT creates one, RUN runs the agent's commands in it, whoever is last destroys it.
+"""What every kind of sandbox offers: INIT creates one, RUN runs the agent's commands in it, the last one destroys it.
 
 The agent's faults are data in `ExecResult`; the sandbox's own faults are EpisodeError(SANDBOX_FAILED).
 """

@@ -1,0 +1,25 @@
+"""What can go wrong between this process and an engine. The pool and the weight keeper decide by these types."""
+
+from __future__ import annotations
+
+from common.errors import RollmillError
+
+
+class EngineError(RollmillError):
+    """An engine did not do what it was asked to. The message names the engine and what it said."""
+
+
+class EngineUnavailable(EngineError):
+    """It can't be reached, is too slow, or is broken: no token was kept, and another engine may do it."""
+
+
+class Unversioned(EngineUnavailable):
+    """It serves weights that are not a version of this run, so its tokens can't be trained on."""
+
+
+class LoadRefused(EngineError):
+    """It says that it can't take these weights; the old ones serve on."""
+
+
+class ContextOverflow(EngineError):
+    """The prompt leaves no room for a token in the model's context: no engine can do it."""

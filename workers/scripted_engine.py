@@ -1,0 +1,244 @@
+"""An engine without a model: a function is its policy. Speaks vLLM's routes, for tests of all that talks to engines.
+
+Everything but the sampling is real: pause, abort, hot-load, version spans, and faults on demand.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections import deque
+from collections.abc import Awaitable, Callable
+from enum import StrEnum
+from pathlib import Path
+from typing import Any
+
+from aiohttp import web
+
+_Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+_PREFIX = "generate-tokens-"
+
+
+class Fault(StrEnum):
+    """What goes wrong with one request to a route."""
+
+    CUT = "cut"
+    """The connection breaks before the route does anything."""
+    CUT_AFTER = "cut_after"
+    """The route does its work, and the connection breaks instead of the answer."""
+    ERROR = "error"
+    """The route answers 500."""
+    HANG = "hang"
+    """Nothing comes back until the engine is stopped."""
+
+
+class ScriptedEngine:
+    """`reply(prompt ids)` is the whole continuation that the policy wants; requests cut it at their own limits.
+
+    Tokens come one at a time, so that pauses, aborts and new weights fall between them. All log-probs are `logprob`.
+    """
+
+    def __init__(
+        self,
+        reply: Callable[[list[int]], list[int]],
+        *,
+        logprob: float = -0.5,
+        token_s: float = 0.0,
+        max_model_len: int = 4096,
+        accept: Callable[[Path], str | None] = lambda path: None if path.is_dir() else f"no folder {path}",
+    ) -> None:
+        """`accept` says why a version's folder is refused, None when it is not."""
+        self.reply = reply
+        self.logprob = logprob
+        self.token_s = token_s
+        self.max_model_len = max_model_len
+        self.accept = accept
+        self.version = "default"
+        self.weights: Path | None = None
+        """The folder that was loaded last; None = the start weights."""
+        self.calls: list[str] = []
+        """Paths of all requests, in order of arrival."""
+        self.faults: dict[str, deque[Fault]] = {}
+        """Path -> what goes wrong with the next requests to it, one each."""
+        self.open: set[str] = set()
+        """Ids of the generate requests that have no answer yet."""
+        self.num_tokens = 0
+        """Sampled since the start."""
+        self.peers: set[tuple[str, int]] = set()
+        """Addresses of the connections over which requests came."""
+        self._open_gate = asyncio.Event()
+        self._open_gate.set()
+        self._aborted: set[str] = set()
+        self._ids = itertools.count()
+        self._stopped = asyncio.Event()
+        self._runner: web.AppRunner | None = None
+        self._port = 0
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self._port}"
+
+    @property
+    def paused(self) -> bool:
+        return not self._open_gate.is_set()
+
+    def pause(self) -> None:
+        self._open_gate.clear()
+
+    def resume(self) -> None:
+        self._open_gate.set()
+
+    def fail_next(self, path: str, *faults: Fault) -> None:
+        """Let the next requests to a path go wrong."""
+        self.faults.setdefault(path, deque()).extend(faults)
+
+    async def start(self) -> None:
+        """Listen: on a free port the first time, on the same one again after `stop`."""
+        app = web.Application(middlewares=[self._with_faults], client_max_size=64 << 20)
+        for path, handler in self._routes().items():
+            app.router.add_route("*", path, handler)
+        self._stopped.clear()
+        self._runner = web.AppRunner(app, access_log=None, handler_cancellation=True, shutdown_timeout=0.0)
+        await self._runner.setup()
+        site = web.TCPSite(self._runner, "127.0.0.1", self._port, reuse_address=True)
+        await site.start()
+        self._port = self._runner.addresses[0][1]
+
+    async def stop(self) -> None:
+        """Die: all connections break at once. Nothing of the state is lost but what `restart` loses."""
+        if self._runner is not None:
+            self._stopped.set()
+            await self._runner.cleanup()
+            self._runner = None
+
+    async def restart(self) -> None:
+        """Die and come back as a new process would: with the start weights, not paused, no faults."""
+        await self.stop()
+        self.version = "default"
+        self.weights = None
+        self.faults.clear()
+        self.resume()
+        await self.start()
+
+    def _routes(self) -> dict[str, _Handler]:
+        return {
+            "/health": self._health,
+            "/inference/v1/generate": self._generate,
+            "/abort_requests": self._abort_requests,
+            "/pause": self._pause,
+            "/resume": self._resume,
+            "/is_paused": self._is_paused,
+            "/collective_rpc": self._collective_rpc,
+            "/update_weight_version": self._update_weight_version,
+            "/weight_info": self._weight_info,
+        }
+
+    @web.middleware
+    async def _with_faults(self, request: web.Request, handler: _Handler) -> web.StreamResponse:
+        self.calls.append(request.path)
+        assert request.transport is not None
+        self.peers.add(request.transport.get_extra_info("peername"))
+        waiting = self.faults.get(request.path)
+        fault = waiting.popleft() if waiting else None
+        if fault is Fault.ERROR:
+            return _error(500, f"{request.path} is told to fail")
+        if fault is Fault.HANG:
+            await self._stopped.wait()
+        if fault is Fault.CUT_AFTER:
+            await handler(request)
+        if fault is not None:
+            request.transport.abort()
+        return await handler(request) if fault is None else web.Response()
+
+    async def _health(self, _: web.Request) -> web.Response:
+        return web.Response()
+
+    async def _generate(self, request: web.Request) -> web.Response:
+        body = await request.json()
+        prompt: list[int] = body["token_ids"]
+        if len(prompt) >= self.max_model_len:
+            text = f"This model's maximum context length is {self.max_model_len} tokens, the prompt has {len(prompt)}"
+            return _error(400, text)
+        request_id = _PREFIX + str(body.get("request_id") or next(self._ids))
+        self.open.add(request_id)
+        try:
+            choice = await self._sample(request_id, prompt, body["sampling_params"])
+        finally:
+            self.open.discard(request_id)
+            self._aborted.discard(request_id)
+        return web.json_response({"request_id": request_id, "model": body.get("model"), "choices": [choice]})
+
+    async def _sample(self, request_id: str, prompt: list[int], params: dict[str, Any]) -> dict[str, Any]:
+        limit = min(params["max_tokens"], self.max_model_len - len(prompt))
+        ids: list[int] = []
+        spans: list[dict[str, Any]] = []
+        reason = "length"
+        for token_id in self.reply(prompt)[:limit]:
+            await asyncio.sleep(self.token_s)
+            await self._gate(request_id)
+            if request_id in self._aborted:
+                reason = "abort"
+                break
+            if not spans or spans[-1]["version"] != self.version:
+                spans.append({"version": self.version, "start": len(ids), "end": len(ids)})
+            ids.append(token_id)
+            self.num_tokens += 1
+            spans[-1]["end"] = len(ids)
+            if token_id in params.get("stop_token_ids", ()):
+                reason = "stop"
+                break
+        return {
+            "index": 0,
+            "finish_reason": reason,
+            "token_ids": ids,
+            "weight_versions": spans,
+            "logprobs": {"content": [self._entry(token_id) for token_id in ids]},
+        }
+
+    async def _gate(self, request_id: str) -> None:
+        """Waits while the engine is paused; `resume` wakes it, and an abort is seen within 10 ms."""
+        while self.paused and request_id not in self._aborted:
+            try:
+                async with asyncio.timeout(0.01):
+                    await self._open_gate.wait()
+            except TimeoutError:
+                continue
+
+    def _entry(self, token_id: int) -> dict[str, Any]:
+        return {"token_id": token_id, "logprob": self.logprob, "rank": 1}
+
+    async def _abort_requests(self, request: web.Request) -> web.Response:
+        ids = set((await request.json())["request_ids"]) or self.open
+        ended = ids & self.open
+        self._aborted |= ended
+        return web.json_response({"status": "aborted", "aborted": len(ended)})
+
+    async def _pause(self, _: web.Request) -> web.Response:
+        self.pause()
+        return web.json_response({"status": "paused"})
+
+    async def _resume(self, _: web.Request) -> web.Response:
+        self.resume()
+        return web.json_response({"status": "resumed"})
+
+    async def _is_paused(self, _: web.Request) -> web.Response:
+        return web.json_response({"is_paused": self.paused})
+
+    async def _collective_rpc(self, request: web.Request) -> web.Response:
+        body = await request.json()
+        path, name = Path(body["args"][0]), body["args"][1]
+        if refusal := self.accept(path):
+            return web.json_response({"results": [{"ok": False, "error": refusal}]})
+        self.weights = path
+        return web.json_response({"results": [{"ok": True, "version": name, "seconds": 0.0}]})
+
+    async def _update_weight_version(self, request: web.Request) -> web.Response:
+        self.version = (await request.json())["new_version"]
+        return web.json_response({"success": True, "new_version": self.version})
+
+    async def _weight_info(self, _: web.Request) -> web.Response:
+        return web.json_response({"weight_version": self.version})
+
+
+def _error(status: int, message: str) -> web.Response:
+    return web.json_response({"error": {"message": message, "code": status}}, status=status)

@@ -1,0 +1,232 @@
+"""Brings the newest policy version into the engines that this process owns, while they serve.
+
+One keeper lives in each RUN process. Who waits: the keeper waits for an announcement or its next poll; nobody waits
+for the keeper. An engine under it is paused only between pause and resume, both of which have time limits.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+
+from common.db import engines, versions
+from common.db.engines import EngineRow
+from common.db.session import Database
+from common.db.versions import PolicyVersion
+from common.errors import DatabaseUnavailable
+from common.weights import WeightsDamaged, parse_version_name, verify, version_name
+from workers.engine_client import EngineClient
+from workers.engine_errors import EngineError, LoadRefused
+
+logger = logging.getLogger(__name__)
+
+ENGINE_LEASE_S = 15.0
+"""How long an engine stays with a keeper that shows no sign of life."""
+QUARANTINE_AFTER = 3
+"""Failures in a row, after which an engine gets no new work."""
+NEVER = 1_000_000
+"""As a number of failures: a damaged folder is not the fault of the engines, whose old weights serve on."""
+RESUME_TRIES = 3
+RESUME_PAUSE_S = 0.2
+LOADING = "loading"
+"""The version's name while weights are exchanged. No run's: whatever dies in between, no token gets a wrong version."""
+
+
+class WeightKeeper:
+    """One per process, run on the event loop that the client belongs to."""
+
+    def __init__(
+        self,
+        database: Database,
+        client: EngineClient,
+        *,
+        owner: str,
+        poll_s: float,
+        lease_s: float = ENGINE_LEASE_S,
+    ) -> None:
+        self._database = database
+        self._client = client
+        self._owner = owner
+        self._poll_s = poll_s
+        self._lease_s = lease_s
+        self._owned_until = 0.0
+        """Of time.monotonic."""
+        self._announced = asyncio.Event()
+        self._tending: dict[int, asyncio.Task[None]] = {}
+        """Engine id -> the task that alone talks to it."""
+        self._verified: dict[int, PolicyVersion] = {}
+        """Run id -> the version whose folder was checked last."""
+        self._verifying = asyncio.Lock()
+        self._troubles: dict[object, str] = {}
+        """Engine id -> what was logged of it last."""
+
+    def announce(self) -> None:
+        """Look for new versions now. Call it on the loop's thread."""
+        self._announced.set()
+
+    async def run(self) -> None:
+        """Keep the engines up to date until cancelled; whatever is paused then is resumed first."""
+        try:
+            while True:
+                self._announced.clear()
+                await self._poll()
+                try:
+                    async with asyncio.timeout(self._poll_s):
+                        await self._announced.wait()
+                except TimeoutError:
+                    continue
+        finally:
+            tasks = list(self._tending.values())
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _poll(self) -> None:
+        """Renew the ownership, also of engines that are being loaded, and look after those that nobody looks after."""
+        asked = time.monotonic()
+        try:
+            rows = await asyncio.to_thread(self._own)
+        except DatabaseUnavailable as error:
+            self._report(None, f"no weights are loaded while the database is away: {error}")
+            return
+        except Exception:
+            logger.exception("weight keeper cannot read its engines")
+            return
+        self._report(None, None)
+        self._owned_until = asked + self._lease_s
+        for row in rows:
+            if row.id not in self._tending:
+                self._tending[row.id] = asyncio.create_task(self._tend(row))
+
+    async def _tend(self, engine: EngineRow) -> None:
+        try:
+            while await self._bring_up_to_date(engine):
+                pass
+            self._report(engine.id, None)
+        except WeightsDamaged as error:
+            await self._failed(engine, error, quarantine_after=NEVER, known=True)
+        except LoadRefused as error:
+            await self._failed(engine, error, quarantine_after=QUARANTINE_AFTER, known=True)
+        except EngineError as error:
+            await self._failed(engine, error, quarantine_after=QUARANTINE_AFTER, known=False)
+        except DatabaseUnavailable as error:
+            self._report(engine.id, f"engine {engine.url} is left alone while the database is away: {error}")
+        except Exception:
+            logger.exception("weight keeper failed engine=%s", engine.url)
+        finally:
+            del self._tending[engine.id]
+
+    async def _bring_up_to_date(self, engine: EngineRow) -> bool:
+        """Make the engine serve its run's newest version; True if it was loaded, and so may be outdated again."""
+        await self._client.check_health(engine.url)
+        name = await self._client.weight_version(engine.url)
+        paused = await self._client.is_paused(engine.url)
+        target = await asyncio.to_thread(self._newest, engine.run_id)
+        served = _served(name, target)
+        if target is None or served == target.number:
+            if paused:
+                await self._resume_forgotten(engine)
+            await asyncio.to_thread(self._loaded, engine, served)
+            return False
+        if served != engine.version:
+            await asyncio.to_thread(self._serves, engine, served)
+        try:
+            await self._verify(target)
+        except WeightsDamaged:
+            if paused:
+                await self._resume_forgotten(engine)
+            raise
+        await self._load(engine, target, name)
+        await asyncio.to_thread(self._loaded, engine, target.number)
+        return True
+
+    async def _load(self, engine: EngineRow, target: PolicyVersion, old_name: str) -> None:
+        """Pause, exchange, name, resume. Resumes whatever happens, unless the engine is out of reach."""
+        started = time.monotonic()
+        new_name = version_name(target.run, target.number)
+        try:
+            await self._client.pause(engine.url)
+            await self._client.update_weight_version(engine.url, LOADING)
+            try:
+                await self._client.load_version(engine.url, target.path, new_name)
+            except LoadRefused:
+                await self._client.update_weight_version(engine.url, old_name)
+                raise
+            if time.monotonic() > self._owned_until:
+                # Another keeper may be loading something newer by now; the name is left to it.
+                raise EngineError(f"engine {engine.url}: loading {new_name} took longer than its ownership lasted")
+            await self._client.update_weight_version(engine.url, new_name)
+        finally:
+            await self._resume(engine.url)
+        took_ms = 1000 * (time.monotonic() - started)
+        logger.info("weights loaded engine=%s version=%s took_ms=%.0f", engine.url, new_name, took_ms)
+
+    async def _resume(self, url: str) -> None:
+        for _ in range(RESUME_TRIES - 1):
+            try:
+                await self._client.resume(url)
+            except EngineError:
+                await asyncio.sleep(RESUME_PAUSE_S)
+            else:
+                return
+        await self._client.resume(url)
+
+    async def _resume_forgotten(self, engine: EngineRow) -> None:
+        logger.warning("engine was left paused, by a keeper that died or by hand: resumed engine=%s", engine.url)
+        await self._resume(engine.url)
+
+    async def _verify(self, target: PolicyVersion) -> None:
+        """Check the version's folder, once for all engines, and before any of them is paused."""
+        async with self._verifying:
+            if self._verified.get(target.run_id) != target:
+                await asyncio.to_thread(verify, target.path, target.manifest_sha256)
+                self._verified[target.run_id] = target
+
+    async def _failed(self, engine: EngineRow, error: Exception, *, quarantine_after: int, known: bool) -> None:
+        """`known`: whether the engine still serves what the database says."""
+        self._report(engine.id, f"engine {engine.url} does not get its weights: {error}")
+        try:
+            await asyncio.to_thread(self._store_failure, engine, str(error), quarantine_after, known)
+        except DatabaseUnavailable:
+            return  # The next poll finds the engine as it is.
+
+    def _report(self, key: int | None, trouble: str | None) -> None:
+        """Log an ERROR when the trouble changes, once, and when it is over. Key None is the database's."""
+        before = self._troubles.get(key)
+        if trouble is not None and trouble != before:
+            logger.error("%s", trouble)
+            self._troubles[key] = trouble
+        elif trouble is None and before is not None:
+            logger.warning("over: %s", before)
+            del self._troubles[key]
+
+    # What follows runs in threads.
+
+    def _own(self) -> list[EngineRow]:
+        with self._database.begin() as conn:
+            return engines.own(conn, self._owner, lease_s=self._lease_s)
+
+    def _newest(self, run_id: int) -> PolicyVersion | None:
+        with self._database.begin() as conn:
+            return versions.newest(conn, run_id)
+
+    def _loaded(self, engine: EngineRow, version: int | None) -> None:
+        with self._database.begin() as conn:
+            engines.loaded(conn, engine.id, owner=self._owner, version=version)
+
+    def _serves(self, engine: EngineRow, version: int | None) -> None:
+        with self._database.begin() as conn:
+            engines.serves(conn, engine.id, owner=self._owner, version=version)
+
+    def _store_failure(self, engine: EngineRow, error: str, quarantine_after: int, known: bool) -> None:
+        with self._database.begin() as conn:
+            engines.failed(conn, engine.id, owner=self._owner, error=error, quarantine_after=quarantine_after)
+            if not known:
+                engines.serves(conn, engine.id, owner=self._owner, version=None)
+
+
+def _served(name: str, target: PolicyVersion | None) -> int | None:
+    """The number of the target's run that a name means; None for start weights and other runs."""
+    served = parse_version_name(name)
+    return served[1] if served and target and served[0] == target.run else None
