@@ -1,0 +1,94 @@
+"""The data folder of a one-machine stack: its parts, and the lock that keeps a second supervisor out."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import secrets
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+from common.errors import SetupError
+
+MIN_FREE_BYTES = 500_000_000
+
+
+class DataFolder:
+    """Context manager: made, checked and locked inside the block. The kernel drops the lock when we die."""
+
+    def __init__(self, path: Path, *, min_free_bytes: int = MIN_FREE_BYTES) -> None:
+        self.path = path.absolute()
+        self.logs = self.path / "logs"
+        self.run = self.path / "run"
+        self._min_free_bytes = min_free_bytes
+        self._lock_fd: int | None = None
+
+    def log_file(self, name: str) -> Path:
+        """Where the process of this name writes."""
+        return self.logs / f"{name}.log"
+
+    def __enter__(self) -> Self:
+        """Raises SetupError for a folder that is not writable, on a full disk, or in use."""
+        try:
+            for folder in (self.path, self.logs, self.run):
+                folder.mkdir(parents=True, exist_ok=True)
+            self.run.chmod(0o700)
+            self._lock_fd = os.open(self.run / "lock", os.O_RDWR | os.O_CREAT, 0o600)
+            fcntl.flock(self._lock_fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            holder = os.pread(self._fd(), 32, 0).decode().strip()
+            self._unlock()
+            raise SetupError(
+                f"data folder {self.path} is in use by process {holder}: stop that one, "
+                "or choose another folder with ROLLMILL_DATA_DIR"
+            ) from None
+        except OSError as error:
+            raise SetupError(
+                f"data folder {self.path} is not writable ({error.strerror}): "
+                "give yourself the right, or choose another with ROLLMILL_DATA_DIR"
+            ) from None
+        self._check_free_space()
+        os.ftruncate(self._fd(), 0)
+        os.pwrite(self._fd(), str(os.getpid()).encode(), 0)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._unlock()
+
+    def _fd(self) -> int:
+        assert self._lock_fd is not None
+        return self._lock_fd
+
+    def _unlock(self) -> None:
+        os.close(self._fd())
+        self._lock_fd = None
+
+    def _check_free_space(self) -> None:
+        disk = os.statvfs(self.path)
+        free_bytes = disk.f_bavail * disk.f_frsize
+        if free_bytes < self._min_free_bytes:
+            self._unlock()
+            raise SetupError(
+                f"only {free_bytes / 1e6:.0f} MB free for data folder {self.path}, "
+                f"{self._min_free_bytes / 1e6:.0f} MB are needed: make room, or choose another with ROLLMILL_DATA_DIR"
+            )
+
+
+def write_private(path: Path, text: str, *, mode: int = 0o600) -> None:
+    """Write a file that only we may read, whole or not at all."""
+    aside = path.with_name(path.name + ".new")
+    aside.unlink(missing_ok=True)
+    fd = os.open(aside, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode)
+    with os.fdopen(fd, "w") as file:
+        file.write(text)
+    aside.rename(path)
+
+
+def kept_password(path: Path) -> str:
+    """The password in this file, made at the first call: 32 hex digits, safe in a URL."""
+    if not path.exists():
+        write_private(path, secrets.token_hex(16))
+    return path.read_text().strip()

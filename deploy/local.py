@@ -1,0 +1,192 @@
+"""The one-machine stack: which processes it has, in which order they start, and where each is reached.
+
+Servers that `ROLLMILL_DATABASE_URL` or `ROLLMILL_BROKER_URL` name are used as they are; the others are started here.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+from common.db.session import Database
+from common.episode import Stage
+from common.errors import SetupError
+from common.settings import Settings
+from deploy.broker import BrokerKind, BrokerServer, check_broker, prepare_valkey
+from deploy.folder import DataFolder, write_private
+from deploy.ports import HOST, http_ok, kept_port, require_free
+from deploy.postgres import prepare_postgres
+from deploy.process import ProcessSpec, Restart
+from deploy.rabbitmq import prepare_rabbitmq
+from deploy.supervisor import ProcessStatus, Supervisor
+
+PREPARE = {BrokerKind.VALKEY: prepare_valkey, BrokerKind.RABBITMQ: prepare_rabbitmq}
+MODEL_NAME = "policy"
+
+
+@dataclass(frozen=True, kw_only=True)
+class StackAddresses:
+    """Where the stack's servers are reached. Passwords inside: never log it."""
+
+    database_url: str
+    broker_url: str
+    broker_api_url: str | None
+    """HTTP API of the broker; None = it has none, or the broker is not ours."""
+    engine_url: str
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self))
+
+
+@dataclass(frozen=True, kw_only=True)
+class StackPlan:
+    """What the caller decides about a stack."""
+
+    model_dir: Path
+    """The engine's start weights and tokenizer."""
+    trainer_config: Path
+    broker: BrokerKind = BrokerKind.VALKEY
+    """Which broker to start, where the settings name none."""
+    engine_port: int | None = None
+    """None = a free one."""
+
+
+class LocalStack:
+    """Context manager: inside the block the data folder is ours; leaving it stops every process."""
+
+    def __init__(self, settings: Settings, plan: StackPlan) -> None:
+        self._settings = settings
+        self._plan = plan
+        self.folder = DataFolder(settings.data_dir)
+        self._supervisor: Supervisor | None = None
+
+    def __enter__(self) -> Self:
+        """Raises SetupError where the folder cannot be used."""
+        self.folder.__enter__()
+        try:
+            self._supervisor = Supervisor(self.folder)
+            self._supervisor.__enter__()
+        except BaseException:
+            self.folder.__exit__(None, None, None)
+            raise
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        addresses_file(self.folder.path).unlink(missing_ok=True)
+        try:
+            self.supervisor.__exit__(kind, error, trace)
+        finally:
+            self.folder.__exit__(kind, error, trace)
+
+    @property
+    def supervisor(self) -> Supervisor:
+        assert self._supervisor is not None, "use the stack inside its with block"
+        return self._supervisor
+
+    def start(self, make_ready: Callable[[StackAddresses], None]) -> StackAddresses:
+        """Start everything and wait until it answers.
+
+        make_ready: called when database and broker answer and nothing else runs; migrates, and creates the run.
+        Raises SetupError that names what does not come up, StopRequested on Ctrl-C.
+        """
+        addresses = self._start_servers()
+        make_ready(addresses)
+        self.supervisor.start(*work_specs(addresses, plan=self._plan, data_dir=self.folder.path))
+        write_private(addresses_file(self.folder.path), addresses.to_json())
+        return addresses
+
+    def poll(self) -> None:
+        """Keep the processes alive; call it several times a second. Raises as Supervisor.poll."""
+        self.supervisor.poll()
+
+    def statuses(self) -> list[ProcessStatus]:
+        return self.supervisor.statuses()
+
+    def _start_servers(self) -> StackAddresses:
+        engine_port = self._engine_port()
+        # The slow broker boots while the database is made.
+        broker = self._launch_broker()
+        database_url = self._settings.database_url or self._launch_postgres()
+        self.supervisor.wait_ready()
+        if self._settings.database_url:
+            Database.connect(database_url).dispose()
+        if self._settings.broker_url:
+            check_broker(self._settings.broker_url)
+        return StackAddresses(
+            database_url=database_url,
+            broker_url=self._settings.broker_url or (broker.url if broker else ""),
+            broker_api_url=broker.api_url if broker else None,
+            engine_url=f"http://{HOST}:{engine_port}",
+        )
+
+    def _engine_port(self) -> int:
+        if self._plan.engine_port is not None:
+            return require_free(self._plan.engine_port, what="the engine")
+        return kept_port(self.folder.run / "engine.port")
+
+    def _launch_broker(self) -> BrokerServer | None:
+        if self._settings.broker_url:
+            return None
+        server = PREPARE[self._plan.broker](self.folder)
+        self.supervisor.start(*server.helpers)
+        self.supervisor.launch(server.process)
+        return server
+
+    def _launch_postgres(self) -> str:
+        server = prepare_postgres(self.folder)
+        self.supervisor.launch(server.process)
+        return server.url
+
+
+def work_specs(addresses: StackAddresses, *, plan: StackPlan, data_dir: Path) -> list[ProcessSpec]:
+    """Engine, fleets, feeder, reaper and trainer. They import for seconds, so they start together."""
+    env = {
+        "ROLLMILL_DATABASE_URL": addresses.database_url,
+        "ROLLMILL_BROKER_URL": addresses.broker_url,
+        "ROLLMILL_DATA_DIR": str(data_dir),
+        "OMP_NUM_THREADS": "1",
+        "PYTHONUNBUFFERED": "1",
+    }
+
+    def python(name: str, *arguments: str, **treatment: Any) -> ProcessSpec:
+        return ProcessSpec(name=name, argv=(sys.executable, "-m", *arguments), env=env, **treatment)
+
+    engine_port = addresses.engine_url.rpartition(":")[2]
+    return [
+        python(
+            "engine",
+            *("workers.engine", "--model", str(plan.model_dir)),
+            *("--port", engine_port, "--served-model-name", MODEL_NAME),
+            ready=http_ok(int(engine_port), "/health"),
+            ready_timeout_s=120.0,
+        ),
+        *(python(f"fleet-{stage}", "workers.fleet", stage) for stage in Stage),
+        python("feeder", "workers.feeder"),
+        python("reaper", "workers.reaper", "--resend-all"),
+        python(
+            "trainer",
+            *("trainer", "--config", str(plan.trainer_config)),
+            restart=Restart.ON_FAILURE,
+            stop_timeout_s=30.0,
+        ),
+    ]
+
+
+def addresses_file(data_dir: Path) -> Path:
+    """Where a running stack notes its addresses for other commands."""
+    return data_dir / "run" / "addresses.json"
+
+
+def read_addresses(data_dir: Path) -> StackAddresses:
+    """The addresses of the stack that runs on this data folder. Raises SetupError when none does."""
+    try:
+        return StackAddresses(**json.loads(addresses_file(data_dir).read_text()))
+    except FileNotFoundError:
+        raise SetupError(f"no stack runs on data folder {data_dir.absolute()}: start one with `rollmill up`") from None

@@ -1,0 +1,146 @@
+"""One supervised process: how it is described, started, signalled and reaped. The supervisor decides when."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+from pathlib import Path
+from signal import Signals
+
+from common.errors import SetupError
+from deploy import child
+from deploy.child import Identity
+
+TAIL_LINES = 12
+
+
+class Restart(StrEnum):
+    """Whether a process that has ended is started again."""
+
+    ALWAYS = "always"
+    """A server or worker: it has no business to end."""
+    ON_FAILURE = "on_failure"
+    """It works something off; exit code 0 says that all is done."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ProcessSpec:
+    """What to run, and how to treat it. Nothing secret belongs in argv: everybody may read it."""
+
+    name: str
+    """Unique in a supervisor; names the log file and the pid file."""
+    argv: tuple[str, ...]
+    env: Mapping[str, str] = field(default_factory=dict)
+    """Added to the supervisor's own environment."""
+    ready: Callable[[], bool] | None = None
+    """Asked until it says yes; must answer within about a second. None = ready as soon as it runs."""
+    ready_timeout_s: float = 30.0
+    restart: Restart = Restart.ALWAYS
+    stop_signal: Signals = Signals.SIGTERM
+    stop_timeout_s: float = 10.0
+    """From stop_signal to SIGKILL."""
+    death_signal: Signals = Signals.SIGKILL
+    """What the process gets when the supervisor is killed."""
+    identity: Identity = Identity.SAME
+
+
+class Process:
+    """A started process: leader of its own session, output appended to its log."""
+
+    def __init__(self, spec: ProcessSpec, *, log_file: Path, mark: str) -> None:
+        """Start it. `mark` is NAME=VALUE, put in its environment to know its offspring by."""
+        self.spec = spec
+        self.log_file = log_file
+        self.started_at = time.monotonic()
+        name, _, value = mark.partition("=")
+        with log_file.open("ab") as log:
+            self._log_start = log.seek(0, os.SEEK_END)
+            log.write(_header(spec))
+            log.flush()
+            self._popen = subprocess.Popen(
+                tied_argv(spec.argv, death_signal=spec.death_signal, identity=spec.identity),
+                env={**os.environ, **spec.env, name: value},
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+
+    @property
+    def pid(self) -> int:
+        """Also the id of its session and of its process group."""
+        return self._popen.pid
+
+    def exit_code(self) -> int | None:
+        """None = it runs; negative = killed by that signal. What an ended process leaves in its group is killed."""
+        if self._popen.returncode is None:
+            ended = os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+            if ended is not None:
+                # Before it is reaped: until then, its number cannot be the group of somebody else.
+                self.kill_group()
+                self._popen.wait()
+        return self._popen.returncode
+
+    def ask_to_stop(self) -> None:
+        """Send the spec's stop signal, to the process alone: it knows how to stop its own children."""
+        if self.exit_code() is None:
+            self._popen.send_signal(self.spec.stop_signal)
+
+    def kill_group(self) -> None:
+        """SIGKILL the process and its group; nothing once it is reaped."""
+        if self._popen.returncode is None:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self.pid, signal.SIGKILL)
+
+    def log_tail(self) -> str:
+        """The last lines that it wrote since its start, indented."""
+        with self.log_file.open("rb") as log:
+            log.seek(self._log_start)
+            lines = log.read().decode(errors="replace").splitlines()
+        return "\n".join(f"    {line}" for line in lines[1:][-TAIL_LINES:])
+
+
+def tied_argv(argv: Sequence[str], *, death_signal: Signals, identity: Identity) -> list[str]:
+    """The command line that ties a program to this process's life and gives it its identity."""
+    starter = [sys.executable, "-I", "-S", child.__file__]
+    return [*starter, str(os.getpid()), str(int(death_signal)), identity, *argv]
+
+
+def run_tool(
+    argv: Sequence[str], *, log_file: Path, identity: Identity, stdin: str = "", timeout_s: float = 120.0
+) -> None:
+    """Run a program to its end, output to the log. Raises SetupError when it fails."""
+    with log_file.open("ab") as log:
+        try:
+            done = subprocess.run(
+                tied_argv(argv, death_signal=Signals.SIGKILL, identity=identity),
+                input=stdin.encode(),
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                timeout=timeout_s,
+                start_new_session=True,
+                check=False,
+            )
+        except subprocess.TimeoutExpired:
+            raise SetupError(f"{argv[0]} took longer than {timeout_s:.0f} s; its log: {log_file}") from None
+    if done.returncode != 0:
+        raise SetupError(f"{argv[0]} {explain_exit(done.returncode)}; its log: {log_file}")
+
+
+def explain_exit(exit_code: int) -> str:
+    """An exit code in words."""
+    if exit_code < 0:
+        return f"was killed by {Signals(-exit_code).name}"
+    return f"ended with exit code {exit_code}"
+
+
+def _header(spec: ProcessSpec) -> bytes:
+    now = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
+    return f"==== {now} start of {spec.name}: {' '.join(spec.argv)}\n".encode()

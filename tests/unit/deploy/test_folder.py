@@ -1,0 +1,64 @@
+from __future__ import annotations
+
+import os
+import stat
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from common.errors import SetupError
+from deploy.folder import DataFolder, kept_password, write_private
+
+HOLD = """
+import sys
+from pathlib import Path
+from deploy.folder import DataFolder
+with DataFolder(Path(sys.argv[1])):
+    print("held", flush=True)
+    sys.stdin.read()
+"""
+
+
+def test_a_second_start_on_the_same_folder_is_refused_and_told_who_holds_it(tmp_path: Path) -> None:
+    holder = subprocess.Popen(
+        [sys.executable, "-c", HOLD, tmp_path], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    with holder:
+        assert holder.stdout is not None
+        assert holder.stdout.readline() == "held\n"
+        with pytest.raises(SetupError, match=rf"{tmp_path} is in use by process {holder.pid}: stop that one"):
+            DataFolder(tmp_path).__enter__()
+        holder.kill()
+    with DataFolder(tmp_path):
+        assert (tmp_path / "run" / "lock").read_text() == str(os.getpid())
+
+
+def test_a_folder_that_cannot_be_made_is_named(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(SetupError, match=r"file/data is not writable .*ROLLMILL_DATA_DIR"):
+        DataFolder(tmp_path / "file" / "data").__enter__()
+
+
+def test_a_full_disk_is_refused_before_anything_starts(tmp_path: Path) -> None:
+    with pytest.raises(SetupError, match=r"only \d+ MB free .* 1000000000000 MB are needed"):
+        DataFolder(tmp_path, min_free_bytes=10**18).__enter__()
+    with DataFolder(tmp_path):
+        pass
+
+
+def test_private_files_are_readable_by_us_alone_and_replaced_whole(tmp_path: Path) -> None:
+    file = tmp_path / "conf"
+    for text in ("first", "second"):
+        write_private(file, text)
+        assert file.read_text() == text
+        assert stat.S_IMODE(file.stat().st_mode) == 0o600
+    assert list(tmp_path.iterdir()) == [file]
+
+
+def test_a_password_is_kept(tmp_path: Path) -> None:
+    password = kept_password(tmp_path / "password")
+    assert len(password) == 32
+    assert kept_password(tmp_path / "password") == password
+    assert kept_password(tmp_path / "other") != password
