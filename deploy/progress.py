@@ -1,0 +1,109 @@
+"""What the live display shows, and the rates that follow from how it changed. Pure: no clock, no query."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from common.config import RunConfig
+from common.db.report import Snapshot, VersionReward
+from common.episode import FINAL_STATES
+from deploy.supervisor import ProcessStatus
+
+RATE_WINDOW_S = 10.0
+ETA_VERSIONS = 10
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rates:
+    """How fast a run goes."""
+
+    tokens_per_s: float | None
+    """Sampled tokens over the last seconds; None = not known yet."""
+    episodes_per_s: float | None
+    """Episodes that reached a final state, over the last seconds; None = not known yet."""
+    eta_s: float | None
+    """Until the last version, at the pace of the last versions; None = not known yet."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class View:
+    """All that one frame of the display needs."""
+
+    config: RunConfig
+    data_folder: Path
+    elapsed_s: float
+    """Since this command was started."""
+    snapshot: Snapshot | None
+    """The last one that could be read; None = none yet."""
+    rates: Rates
+    processes: Sequence[ProcessStatus]
+    problem: str | None
+    """What a person should know right now, such as a database that does not answer; None = all is well."""
+
+
+class History:
+    """The recent past of a run, as far as rates need it."""
+
+    def __init__(self, *, num_versions: int) -> None:
+        self._num_versions = num_versions
+        self._recent: deque[tuple[float, Snapshot]] = deque()
+        self._versions: deque[tuple[float, int]] = deque(maxlen=ETA_VERSIONS + 1)
+
+    def add(self, at_s: float, snapshot: Snapshot) -> None:
+        """Note a snapshot, taken at this second of a monotonic clock."""
+        self._recent.append((at_s, snapshot))
+        while self._recent[0][0] < at_s - RATE_WINDOW_S:
+            self._recent.popleft()
+        newest = snapshot.version_newest
+        if newest is not None and (not self._versions or newest > self._versions[-1][1]):
+            self._versions.append((at_s, newest))
+
+    def rates(self) -> Rates:
+        """Rates over the window."""
+        return Rates(tokens_per_s=self._tokens_per_s(), episodes_per_s=self._episodes_per_s(), eta_s=self._eta_s())
+
+    def _tokens_per_s(self) -> float | None:
+        return self._slope([snapshot.tokens_sampled for _, snapshot in self._recent])
+
+    def _episodes_per_s(self) -> float | None:
+        return self._slope([num_final(snapshot) for _, snapshot in self._recent])
+
+    def _slope(self, counts: list[int]) -> float | None:
+        if len(counts) < 2:
+            return None
+        # An attempt that starts afresh takes its tokens back.
+        return max(counts[-1] - counts[0], 0) / (self._recent[-1][0] - self._recent[0][0])
+
+    def _eta_s(self) -> float | None:
+        if not self._versions:
+            return None
+        (first_s, first), (last_s, last) = self._versions[0], self._versions[-1]
+        if last >= self._num_versions:
+            return 0.0
+        if last == first:
+            return None
+        per_version_s = (last_s - first_s) / (last - first)
+        since_last_s = self._recent[-1][0] - last_s
+        return max((self._num_versions - last) * per_version_s - since_last_s, 0.0)
+
+
+def num_final(snapshot: Snapshot) -> int:
+    """Episodes that are done, however they ended."""
+    return sum(snapshot.episodes[state] for state in FINAL_STATES)
+
+
+def last_reward(snapshot: Snapshot) -> VersionReward | None:
+    """The newest version that is sampled no longer: the present one has only its quickest episodes so far."""
+    newest = snapshot.version_newest
+    past = [reward for reward in snapshot.rewards if newest is None or reward.version < newest]
+    return next(reversed(past or snapshot.rewards), None)
+
+
+def duration(seconds: float) -> str:
+    """Minutes and seconds, with hours where there are any: 1:05, 2:00:09."""
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"

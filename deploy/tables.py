@@ -1,0 +1,59 @@
+"""Answers of queries as tables on the terminal: whole, or shortened to what fits beside other things."""
+
+from __future__ import annotations
+
+import json
+
+from rich.table import Table
+from rich.text import Text
+
+from common.db.examples import Answer
+
+MAX_ITEMS = 3
+MAX_CELL = 44
+
+
+def answer_table(answer: Answer, *, max_rows: int | None) -> Table:
+    """The answer as a table. With `max_rows`, rows from the middle are left out and long values cut."""
+    table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, header_style="dim")
+    numeric = [
+        all(not isinstance(row[n], str | list | dict) for row in answer.rows) for n in range(len(answer.columns))
+    ]
+    for column, is_numeric in zip(answer.columns, numeric, strict=True):
+        table.add_column(column, justify="right" if is_numeric else "left")
+    num_rows = len(answer.rows)
+    left_out = 0 if max_rows is None else max(num_rows - max_rows, 0)
+    first = num_rows if not left_out else (num_rows - left_out + 1) // 2
+    for number, row in enumerate(answer.rows):
+        if number == first:
+            table.add_row(*(f"… {left_out} more" if n == 0 else "" for n in range(len(row))), style="dim")
+        if number < first or number >= first + left_out:
+            table.add_row(*(Text(cell(value) if max_rows is None else short_cell(value)) for value in row))
+    if not num_rows:
+        table.caption = "no rows"
+    return table
+
+
+def tab_separated(answer: Answer) -> str:
+    """The answer for other programs: a line of names, then a line a row, in full precision."""
+    lines = [answer.columns, *(tuple("" if value is None else str(value) for value in row) for row in answer.rows)]
+    return "".join("\t".join(line) + "\n" for line in lines)
+
+
+def cell(value: object) -> str:
+    """A value as text."""
+    if value is None:
+        return "-"
+    if isinstance(value, float):
+        return f"{value:.4g}"
+    if isinstance(value, list):
+        return "[" + ", ".join(cell(item) for item in value) + "]"
+    return json.dumps(value) if isinstance(value, dict) else str(value)
+
+
+def short_cell(value: object) -> str:
+    """A value as text of one short line: long lists by their first items and their length."""
+    if isinstance(value, list) and len(value) > MAX_ITEMS:
+        return "[" + ", ".join(cell(item) for item in value[:MAX_ITEMS]) + f", … {len(value)}]"
+    text = " ".join(cell(value).split())
+    return text if len(text) <= MAX_CELL else text[: MAX_CELL - 1] + "…"
