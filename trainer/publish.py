@@ -32,7 +32,7 @@ def version_writer(model: PreTrainedModel, *, start: Path) -> Callable[[Path], N
     """A function that writes the model into a folder, with the tokenizer files of the start folder.
 
     The weights are the trainer's float32, unrounded: then behaviour log-probs are those of the very weights that are
-    trained. Rounded to float16, ratios are off by up to some 1e-3 before the first update.
+    trained, to about 1e-5 nats. Rounded to float16, those of the tiny model are off by up to 0.02 nats.
     """
 
     def write(folder: Path) -> None:
