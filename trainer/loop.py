@@ -9,15 +9,19 @@ from __future__ import annotations
 import logging
 import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
+from safetensors import SafetensorError
 
 from common.db import runs, steps, versions
 from common.db.runs import Run
 from common.db.session import Database
 from common.db.steps import ScoredGroup, TrainedEpisode
+from common.errors import SetupError
 from common.outcomes import Outcome
 from common.weights import Published, WeightsDamaged, WeightStore, verify
 from trainer.advantages import Advantages, step_advantages
@@ -47,6 +51,7 @@ class Trainer:
         while version < self.run.config.train.num_versions:
             work = wait_for_work(self.database, self.run, version=version, stop=stop)
             if work is None:
+                logger.info("stopped run=%d version=%d", self.run.id, version)
                 return
             self.train_step(work)
             version += 1
@@ -81,7 +86,8 @@ class Trainer:
         samples, advantages, metrics = prepare(work.groups, version=version)
         metrics |= self.policy.train_step(samples, advantages.by_episode, version=version)
         trained = time.monotonic()
-        self.checkpoints.save(version + 1, self.policy.state())
+        with _writing():
+            self.checkpoints.save(version + 1, self.policy.state())
         published = self.publish(version + 1)
         metrics |= {
             "wait_s": work.wait_s,
@@ -97,9 +103,9 @@ class Trainer:
 
     def publish(self, version: int) -> Published:
         """Write the policy's present weights as `version`."""
-        return self.weights.publish(
-            self.run.name, version, version_writer(self.policy.model, start=self.run.config.model)
-        )
+        write = version_writer(self.policy.model, start=self.run.config.model)
+        with _writing():
+            return self.weights.publish(self.run.name, version, write)
 
 
 def make_trainer(run: Run, database: Database, *, data_dir: Path, broker_url: str) -> Trainer:
@@ -144,6 +150,17 @@ def account(samples: list[Sample], advantages: Advantages) -> list[TrainedEpisod
         )
         for sample in samples
     ]
+
+
+@contextmanager
+def _writing() -> Iterator[None]:
+    """What the file system refuses is for a person to mend; nothing of the step is committed by then."""
+    try:
+        yield
+    except (OSError, SafetensorError) as error:
+        raise SetupError(
+            f"cannot write weights: {error}. Make room or mend the folder; the step is replayed"
+        ) from error
 
 
 def _log_step(run_id: int, version: int, metrics: dict[str, float]) -> None:

@@ -240,6 +240,23 @@ def test_damaged_checkpoint_is_named_and_nothing_is_lost(
     assert newest(world) == published
 
 
+@pytest.mark.parametrize("folder", ["weights", "checkpoints"])
+def test_refused_write_is_one_line_and_leaves_the_step_to_be_replayed(
+    world: World, new_trainer: Callable[[], Trainer], tmp_path: Path, folder: str
+) -> None:
+    trainer = new_trainer()
+    trainer.resume()
+    play(world, wait_for_version(world, 0))
+    work = wait_for_work(world.database, world.run, version=0, stop=threading.Event())
+    assert work is not None
+    shutil.rmtree(tmp_path / folder, ignore_errors=True)
+    (tmp_path / folder).write_text("in the way")
+    with pytest.raises(SetupError, match=rf"cannot write weights: .*{folder}.* the step is replayed"):
+        trainer.train_step(work)
+    with world.database.begin() as conn:
+        assert steps.open_step(conn, world.run.id) == work.step
+
+
 def start_process(tmp_path: Path, world: World, database_url: str) -> subprocess.Popen[str]:
     config = tmp_path / "run.toml"
     config.write_text(
