@@ -68,6 +68,7 @@ class LocalStack:
     def __enter__(self) -> Self:
         """Raises SetupError where the folder cannot be used."""
         self.folder.__enter__()
+        addresses_file(self.folder.path).unlink(missing_ok=True)
         try:
             self._supervisor = Supervisor(self.folder)
             self._supervisor.__enter__()

@@ -19,6 +19,7 @@ from deploy import child
 from deploy.child import Identity
 
 TAIL_LINES = 12
+TAIL_BYTES = 32_768
 
 
 class Restart(StrEnum):
@@ -61,9 +62,9 @@ class Process:
         self.started_at = time.monotonic()
         name, _, value = mark.partition("=")
         with log_file.open("ab") as log:
-            self._log_start = log.seek(0, os.SEEK_END)
             log.write(_header(spec))
             log.flush()
+            self._log_start = log.seek(0, os.SEEK_END)
             self._popen = subprocess.Popen(
                 tied_argv(spec.argv, death_signal=spec.death_signal, identity=spec.identity),
                 env={**os.environ, **spec.env, name: value},
@@ -102,9 +103,10 @@ class Process:
     def log_tail(self) -> str:
         """The last lines that it wrote since its start, indented."""
         with self.log_file.open("rb") as log:
-            log.seek(self._log_start)
+            size = log.seek(0, os.SEEK_END)
+            log.seek(max(self._log_start, size - TAIL_BYTES))
             lines = log.read().decode(errors="replace").splitlines()
-        return "\n".join(f"    {line}" for line in lines[1:][-TAIL_LINES:])
+        return "\n".join(f"    {line}" for line in lines[-TAIL_LINES:])
 
 
 def tied_argv(argv: Sequence[str], *, death_signal: Signals, identity: Identity) -> list[str]:

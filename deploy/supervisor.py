@@ -11,6 +11,7 @@ import ctypes
 import logging
 import os
 import signal
+import sys
 import threading
 import time
 from dataclasses import dataclass
@@ -144,6 +145,8 @@ class Supervisor:
     def __enter__(self) -> Self:
         """End leftovers of a killed supervisor, take over signals, adopt orphans of our children from now on."""
         assert threading.current_thread() is threading.main_thread(), "the supervisor needs the main thread"
+        if sys.platform != "linux":
+            raise SetupError("the one-machine stack needs Linux: use a virtual machine or a container")
         end_leftovers(self.folder.run, mark=self._mark)
         _adopt_orphans(1)
         self._undo.callback(_adopt_orphans, 0)

@@ -13,6 +13,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -25,9 +26,10 @@ from common.errors import SetupError
 from common.settings import Settings
 from deploy.broker import BrokerKind, check_broker, prepare_valkey
 from deploy.child import NOBODY, Identity
+from deploy.flower import flower_password, flower_spec
 from deploy.folder import DataFolder
 from deploy.leftovers import mark_of
-from deploy.local import LocalStack, StackAddresses, StackPlan
+from deploy.local import PREPARE, LocalStack, StackAddresses, StackPlan
 from deploy.ports import free_port, is_free, listens
 from deploy.postgres import prepare_postgres
 from deploy.procfs import all_stats, has_variable, read_stat, working_folder
@@ -101,7 +103,7 @@ import json, os, sys, time
 from pathlib import Path
 from common.settings import Settings
 from deploy.broker import BrokerKind
-from deploy.local import LocalStack, StackPlan
+from deploy.local import PREPARE, LocalStack, StackPlan
 from deploy.supervisor import StopRequested
 data_dir, broker = Path(sys.argv[1]), BrokerKind(sys.argv[2])
 plan = StackPlan(model_dir=data_dir, trainer_config=data_dir, broker=broker)
@@ -269,7 +271,6 @@ def test_a_pid_file_whose_number_went_to_another_process_does_not_stop_the_start
     assert_nothing_left(data_dir)
 
 
-@pytest.mark.skipif("os.geteuid() != 0", reason="only root has two ways")
 def test_root_may_change_the_way_it_starts_postgres(data_dir: Path) -> None:
     with DataFolder(data_dir) as folder:
         for number, identity in enumerate([Identity.MAPPED, Identity.NOBODY, Identity.MAPPED]):
@@ -405,9 +406,34 @@ def test_rabbitmq_waits_a_day_for_an_acknowledgement_and_shows_its_queues(data_d
         assert "{consumer_timeout,86400000}" in environment
         assert server.api_url is not None
         scheme, user, password, host = re.fullmatch(r"(\w+://)(\w+):(\w+)@(.*)", server.api_url).groups()
-        token = base64.b64encode(f"{user}:{password}".encode()).decode()
         wait_until(listens(int(re.findall(r":(\d+)/", host)[0])))
-        request = urllib.request.Request(f"{scheme}{host}queues", headers={"Authorization": f"Basic {token}"})
-        with urllib.request.urlopen(request, timeout=10) as response:
-            assert json.load(response) == []
+        assert status_of(f"{scheme}{host}queues", user, password) == 200
     assert_nothing_left(data_dir)
+
+
+@pytest.mark.parametrize("broker", BROKERS)
+def test_flower_serves_beside_the_broker_and_wants_its_password(data_dir: Path, broker: BrokerKind) -> None:
+    if broker is BrokerKind.RABBITMQ:
+        need_rabbitmq()
+    with DataFolder(data_dir) as folder, Supervisor(folder) as supervisor:
+        server = PREPARE[broker](folder)
+        supervisor.start(*server.helpers)
+        supervisor.start(server.process)
+        addresses = StackAddresses(database_url="", broker_url=server.url, broker_api_url=server.api_url, engine_url="")
+        port = free_port()
+        supervisor.start(flower_spec(addresses, data_dir=data_dir, port=port))
+        url = f"http://127.0.0.1:{port}"
+        with pytest.raises(urllib.error.HTTPError, match="401") as refused:
+            urllib.request.urlopen(f"{url}/workers", timeout=10)
+        refused.value.close()
+        assert status_of(f"{url}/workers", "admin", flower_password(data_dir)) == 200
+        assert status_of(f"{url}/broker", "admin", flower_password(data_dir)) == 200
+    assert_nothing_left(data_dir)
+
+
+def status_of(url: str, user: str, password: str) -> int:
+    token = base64.b64encode(f"{user}:{password}".encode()).decode()
+    request = urllib.request.Request(url, headers={"Authorization": f"Basic {token}"})
+    with urllib.request.urlopen(request, timeout=10) as response:
+        status: int = response.status
+        return status
