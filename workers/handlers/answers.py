@@ -8,6 +8,7 @@ from common.episode import Message
 from workers.handlers.base import Score, succeeded
 
 INTEGER = re.compile(r"-?\d+", re.ASCII)
+MARKUP = re.compile("</?tool_call>")
 MAX_DIGITS = 20
 """Longer numbers are wrong without a look: turning thousands of digits into a number is refused by Python."""
 
@@ -15,10 +16,11 @@ MAX_DIGITS = 20
 def score_answer(transcript: tuple[Message, ...], answer: int) -> Score:
     """Reward 1 only if the last integer of the final answer is `answer` and a tool call succeeded before it.
 
-    The final answer is a last message by the assistant without tool calls; without one the reward is 0.
+    The final answer is a last message by the assistant without tool calls, not even malformed ones; without one the
+    reward is 0.
     """
     last = transcript[-1]
-    is_final = last.role == "assistant" and not last.tool_calls
+    is_final = last.role == "assistant" and not last.tool_calls and not MARKUP.search(last.content)
     integers = INTEGER.findall(last.content) if is_final else []
     correct = bool(integers) and len(integers[-1]) <= MAX_DIGITS and int(integers[-1]) == answer
     used_tool = any(succeeded(message) for message in transcript)

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Protocol
 
 from pydantic import Field, JsonValue, field_validator
 
 from common.episode import Frozen, Message, ToolCall, ToolSpec
+from workers.sandbox.protocol import SandboxSession
 
 
 class Prepared(Frozen):
@@ -38,25 +38,6 @@ class Score(Frozen):
         if not math.isfinite(reward):
             raise ValueError(f"reward {reward} is not finite")
         return reward
-
-
-@dataclass(frozen=True, kw_only=True)
-class ExecResult:
-    """What a command in a sandbox did."""
-
-    exit_code: int
-    """0 = success; of no meaning when `timed_out`."""
-    output: str
-    """Standard output and error together, as text."""
-    timed_out: bool
-
-
-class SandboxSession(Protocol):
-    """An episode's sandbox as a handler sees it."""
-
-    async def exec(self, command: str, *, timeout_s: float) -> ExecResult:
-        """Run a shell command. Raises EpisodeError when the sandbox, not the command, failed."""
-        ...
 
 
 class Handler(Protocol):

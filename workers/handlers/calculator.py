@@ -13,7 +13,8 @@ from pydantic import BaseModel, ConfigDict, JsonValue
 
 from common.episode import Message, ToolCall, ToolSpec
 from workers.handlers.answers import score_answer
-from workers.handlers.base import Prepared, SandboxSession, Score, tool_error, unknown_tool
+from workers.handlers.base import Prepared, Score, tool_error, unknown_tool
+from workers.sandbox.protocol import SandboxSession
 
 CALC = ToolSpec(
     name="calc",

@@ -10,7 +10,8 @@ from pydantic import BaseModel, ConfigDict, JsonValue
 
 from common.episode import Message, ToolCall, ToolSpec
 from workers.handlers.answers import score_answer
-from workers.handlers.base import ExecResult, Prepared, SandboxSession, Score, tool_error, unknown_tool
+from workers.handlers.base import Prepared, Score, tool_error, unknown_tool
+from workers.sandbox.protocol import ExecResult, SandboxSession
 
 SHELL = ToolSpec(
     name="shell",
@@ -111,8 +112,8 @@ def file_text(code: int) -> str:
 def show(result: ExecResult) -> str:
     """A command's result as the policy reads it. NUL, which no database text can hold, becomes U+FFFD."""
     output = result.output.replace("\0", "\ufffd").removesuffix("\n")
-    if len(output) > MAX_OUTPUT_CHARS:
-        output = f"{output[:MAX_OUTPUT_CHARS]}\n[{len(output) - MAX_OUTPUT_CHARS} more characters]"
+    if result.truncated or len(output) > MAX_OUTPUT_CHARS:
+        output = f"{output[:MAX_OUTPUT_CHARS]}\n[cut]"
     if result.timed_out:
         return tool_error(f"timed out after {COMMAND_TIMEOUT_S:g} s\n{output}")
     if result.exit_code != 0:
