@@ -18,6 +18,7 @@ import torch
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers.utils.logging import disable_progress_bar
 
 from common.errors import SetupError
 from trainer.tiny import save_model
@@ -163,6 +164,7 @@ def main() -> None:
     if len(arguments.rows) != len(arguments.steps):
         parser.error(f"{len(arguments.rows)} --rows but {len(arguments.steps)} --steps")
     torch.set_num_threads(1)
+    disable_progress_bar()
     try:
         train_folder(arguments.model, arguments.rows, arguments.steps, arguments.out, seed=arguments.seed)
     except (SetupError, OSError) as error:

@@ -13,6 +13,7 @@ from pathlib import Path
 import torch
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import GenerationConfig, PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
+from transformers.utils.logging import disable_progress_bar
 
 from common.errors import SetupError
 
@@ -166,6 +167,7 @@ def main() -> None:
     )
     parser.add_argument("--seed", type=int, default=0, help="seed of the weights")
     arguments = parser.parse_args()
+    disable_progress_bar()
     try:
         make_folder(arguments.out, arguments.corpus, seed=arguments.seed)
     except (SetupError, OSError) as error:

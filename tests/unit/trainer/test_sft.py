@@ -1,0 +1,182 @@
+from __future__ import annotations
+
+import asyncio
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from pydantic import JsonValue
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from common.config import TINY_MODELS
+from common.episode import Message
+from common.errors import SetupError
+from trainer.sft import Row, collate, load_rows, make_optimizers, train, train_folder, weighted_loss
+from trainer.tiny import make_model
+from workers.handlers.base import Handler
+from workers.handlers.calculator import Calculator
+from workers.handlers.shell import Shell
+from workers.render import Renderer
+from workers.sandbox.protocol import ExecResult
+
+PAD = 0
+
+
+def test_pads_are_masked_by_length_not_by_id() -> None:
+    batch = collate([Row(ids=(5, PAD, 6, PAD), weights=(0, 1, 1, 20)), Row(ids=(7, 8), weights=(0, 1))], pad_id=PAD)
+
+    assert batch.ids_BT.tolist() == [[5, PAD, 6, PAD], [7, 8, PAD, PAD]]
+    assert batch.mask_BT.tolist() == [[1, 1, 1, 1], [1, 1, 0, 0]]
+    assert batch.weights_BT.tolist() == [[0, 1, 1, 20], [0, 1, 0, 0]]
+
+
+def test_the_loss_is_the_weighted_mean_over_what_is_learned() -> None:
+    model = make_model(eos_id=2, pad_id=PAD, seed=0).eval()
+    row = Row(ids=(5, 6, 7, 8), weights=(1, 0, 1, 3))
+
+    logprobs = model(input_ids=torch.tensor([row.ids])).logits[0].log_softmax(-1)
+    expected = -(logprobs[1, 7] + 3 * logprobs[2, 8]) / 4
+
+    assert weighted_loss(model, collate([row], pad_id=PAD)).item() == pytest.approx(expected.item(), rel=1e-5)
+
+
+def test_padding_does_not_change_the_loss() -> None:
+    model = make_model(eos_id=2, pad_id=PAD, seed=0).eval()
+    row, long_row = Row(ids=(5, 6, 7), weights=(0, 1, 1)), Row(ids=(1,) * 9, weights=(0,) * 8 + (1e-9,))
+
+    alone = weighted_loss(model, collate([row], pad_id=PAD)).item()
+    padded = weighted_loss(model, collate([row, long_row], pad_id=PAD)).item()
+
+    assert padded == pytest.approx(alone, rel=1e-5)
+
+
+def test_every_parameter_has_one_optimizer() -> None:
+    model = make_model(eos_id=2, pad_id=PAD, seed=0)
+    muon, adamw = make_optimizers(model)
+
+    matrices, rest = (optimizer.param_groups[0]["params"] for optimizer in (muon, adamw))
+
+    assert {id(p) for p in matrices}.isdisjoint(id(p) for p in rest)
+    assert {id(p) for p in (*matrices, *rest)} == {id(p) for p in model.parameters()}
+    assert any(p is model.get_input_embeddings().weight for p in rest)
+
+
+def test_training_learns_the_weighted_ids_and_ends_at_a_small_rate() -> None:
+    model = make_model(eos_id=2, pad_id=PAD, seed=0)
+    rows = [Row(ids=(3, a, 4, a), weights=(0, 0, 0, 1)) for a in range(10, 14)]
+
+    losses = list(train(model, [rows, rows], [10, 30], seed=0))
+
+    assert len(losses) == 40
+    assert losses[0] > 3
+    assert losses[-1] < 0.05
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", "rows.jsonl has no rows"),
+        ('{"ids": [1, 2], "weights": [0, 1]}\n{"ids": [1, 2]}', "rows.jsonl:2: not a row: KeyError"),
+        ('{"ids": [1, 2], "weights": [1]}', "rows.jsonl:1: not a row: .*2 ids but 1 weights"),
+        ('{"ids": [1, 2], "weights": [1, 0]}', "rows.jsonl:1: not a row: .*nothing to learn"),
+        ("{", "rows.jsonl:1: not a row"),
+    ],
+)
+def test_bad_rows_are_refused_by_line(tmp_path: Path, text: str, message: str) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_text(text)
+
+    with pytest.raises(SetupError, match=message):
+        load_rows(path)
+
+
+class ListedFiles:
+    """A sandbox that knows `ls` and `cat NAME`: a policy's commands never reach this machine."""
+
+    def __init__(self, files: dict[str, str]) -> None:
+        self.files = files
+
+    async def exec(self, command: str, *, timeout_s: float) -> ExecResult:
+        match command.split():
+            case ["ls"]:
+                return ExecResult(exit_code=0, output="\n".join(sorted(self.files)), timed_out=False)
+            case ["cat", name] if name in self.files:
+                return ExecResult(exit_code=0, output=self.files[name], timed_out=False)
+        return ExecResult(exit_code=1, output="", timed_out=False)
+
+
+class Episode:
+    """A task being played."""
+
+    def __init__(self, handler: Handler, payload: dict[str, JsonValue], renderer: Renderer) -> None:
+        prepared = handler.init(payload)
+        self.handler, self.payload, self.renderer = handler, payload, renderer
+        self.sandbox = ListedFiles(prepared.files)
+        self.messages = list(prepared.messages)
+        self.ids = renderer.first_prompt(prepared.messages, prepared.tools)
+        self.well_formed = True
+        self.over = False
+
+    async def take(self, sampled: list[int]) -> None:
+        parsed = self.renderer.parse(sampled)
+        self.well_formed &= parsed.error is None and sampled[-1] == self.renderer.close_id
+        self.messages.append(Message(role="assistant", content=parsed.content, tool_calls=parsed.tool_calls))
+        self.over = not self.well_formed or not parsed.tool_calls
+        if not self.over:
+            calls = [await self.handler.call_tool(call, self.payload, self.sandbox) for call in parsed.tool_calls]
+            results = [Message(role="tool", content=text) for text in calls]
+            self.messages += results
+            self.ids = [*self.ids, *sampled, *self.renderer.suffix(results)]
+
+    @property
+    def reward(self) -> float:
+        return self.handler.eval(self.payload, tuple(self.messages)).reward
+
+
+def play(handler: Handler, model: PreTrainedModel, *, num_tasks: int, greedy: bool) -> list[Episode]:
+    """Play tasks to their end, all in one batch, at most four turns of 40 tokens."""
+    torch.manual_seed(0)
+    renderer = Renderer.from_folder(model.name_or_path)
+    episodes = [Episode(handler, payload, renderer) for payload in handler.tasks(seed=7, num_tasks=num_tasks)]
+    for _ in range(4):
+        live = [episode for episode in episodes if not episode.over]
+        if live:
+            turns = sample(model, [episode.ids for episode in live], renderer.close_id, greedy=greedy)
+            for episode, turn in zip(live, turns, strict=True):
+                asyncio.run(episode.take(turn))
+    return episodes
+
+
+def sample(model: PreTrainedModel, prompts: list[list[int]], close_id: int, *, greedy: bool) -> list[list[int]]:
+    """One turn for each prompt, cut after the close token."""
+    width = max(len(ids) for ids in prompts)
+    padded_BT = torch.tensor([[PAD] * (width - len(ids)) + ids for ids in prompts])
+    mask_BT = torch.tensor([[0] * (width - len(ids)) + [1] * len(ids) for ids in prompts])
+    choice = {"do_sample": False} if greedy else {"do_sample": True, "temperature": 1.0, "top_k": 0, "top_p": 1.0}
+    turns = model.generate(padded_BT, attention_mask=mask_BT, max_new_tokens=40, **choice)[:, width:].tolist()
+    return [turn[: turn.index(close_id) + 1] if close_id in turn else turn for turn in turns]
+
+
+@pytest.mark.parametrize(("name", "handler"), [("tiny-calculator", Calculator()), ("tiny-shell", Shell())])
+def test_a_shipped_policy_keeps_the_form_and_leaves_room_for_learning(name: str, handler: Handler) -> None:
+    model = AutoModelForCausalLM.from_pretrained(TINY_MODELS / name, dtype=torch.float32)
+
+    sampled = play(handler, model, num_tasks=192, greedy=False)
+    greedy = play(handler, model, num_tasks=64, greedy=True)
+
+    assert sum(episode.well_formed for episode in sampled) / 192 > 0.93
+    assert 0.10 < sum(episode.reward for episode in sampled) / 192 < 0.30
+    assert all(episode.well_formed for episode in greedy)
+    assert sum(episode.reward for episode in greedy) / 64 < 0.05
+
+
+def test_a_trained_folder_is_complete(tmp_path: Path) -> None:
+    source = TINY_MODELS / "tiny-calculator"
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text(json.dumps({"ids": [1, 9, 10], "weights": [0, 0, 1]}))
+
+    train_folder(source, [rows], [1], tmp_path / "out", seed=0)
+
+    assert {path.name for path in (tmp_path / "out").iterdir()} == {path.name for path in source.iterdir()}
+    Renderer.from_folder(tmp_path / "out")
