@@ -18,7 +18,7 @@ Curve = Sequence[float | None]
 def limits(curve: Curve) -> tuple[float, float]:
     """The range of the reward axis: at least 0..1."""
     means = [mean for mean in curve if mean is not None]
-    return min(0.0, *means), max(1.0, *means)
+    return min([0.0, *means]), max([1.0, *means])
 
 
 def in_bins(curve: Curve, *, num_bins: int) -> list[float | None]:

@@ -42,7 +42,9 @@ def present(report: Report, *, console: Console, data_dir: Path, json_file: Path
     console.print(_grid(figures(report)))
     show_answers(console, report)
     console.print("\n[bold]Look further[/]")
-    console.print(_grid(ways_on(run, data_dir=data_dir, picture=drawn, json_file=json_file)), soft_wrap=True)
+    for name, value in ways_on(run, data_dir=data_dir, picture=drawn, json_file=json_file):
+        # Not in a table: a path or command that is broken into lines cannot be copied.
+        console.print(Text.assemble((f"{name:<26}", "dim"), value), soft_wrap=True)
 
 
 def figures(report: Report) -> list[tuple[str, str]]:

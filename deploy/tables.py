@@ -30,7 +30,7 @@ def answer_table(answer: Answer, *, max_rows: int | None) -> Table:
         if number < first or number >= first + left_out:
             table.add_row(*(Text(cell(value) if max_rows is None else short_cell(value)) for value in row))
     if not num_rows:
-        table.caption = "no rows"
+        table.add_row("no rows", style="dim")
     return table
 
 

@@ -1,0 +1,76 @@
+"""The commands that look at a database later: on the data folder's own server, which they start for themselves."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from common.config import RunConfig, TrainConfig
+from common.db import runs
+from common.db.session import Database, migrate
+from deploy.folder import DataFolder
+from deploy.postgres import prepare_postgres
+from deploy.supervisor import Supervisor
+
+CONFIG = RunConfig(name="old-run", model=Path("/nowhere"), train=TrainConfig(num_versions=3))
+
+
+@pytest.fixture(scope="module")
+def data_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A data folder whose stack is down, with one run in its database."""
+    data_dir = tmp_path_factory.mktemp("stack")
+    with DataFolder(data_dir) as folder, Supervisor(folder) as supervisor:
+        server = prepare_postgres(folder)
+        supervisor.start(server.process)
+        database = Database.connect(server.url)
+        migrate(database)
+        with database.begin() as conn:
+            runs.open_run(conn, CONFIG)
+        database.dispose()
+    return data_dir
+
+
+def rollmill(*arguments: str, data_dir: Path) -> subprocess.CompletedProcess[str]:
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("ROLLMILL_")}
+    command = [sys.executable, "-m", "deploy.cli", *arguments, "--data-dir", str(data_dir)]
+    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=False)
+
+
+def test_sql_answers_in_a_pipe_with_tab_separated_values(data_dir: Path) -> None:
+    done = rollmill("sql", "SELECT name, state FROM run", data_dir=data_dir)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "name\tstate\nold-run\tACTIVE\n", "")
+
+
+def test_sql_may_not_write(data_dir: Path) -> None:
+    done = rollmill("sql", "DELETE FROM run", data_dir=data_dir)
+    assert done.returncode == 2
+    assert done.stderr == "rollmill: the database refused: cannot execute DELETE in a read-only transaction\n"
+
+
+def test_psql_takes_its_own_arguments_and_gives_its_exit_code(data_dir: Path) -> None:
+    done = rollmill("psql", "-At", "-c", "SELECT name FROM run", data_dir=data_dir)
+    assert (done.returncode, done.stdout) == (0, "old-run\n")
+    assert rollmill("psql", "-c", "SELECT nonsense", data_dir=data_dir).returncode == 1
+
+
+def test_status_lists_the_runs(data_dir: Path) -> None:
+    done = rollmill("status", data_dir=data_dir)
+    assert done.stdout.splitlines()[1].split() == ["old-run", "active", "-", "of", "3", "-", "0", "of", "0", "0", "0"]
+
+
+def test_report_is_of_the_newest_run_unless_one_is_named(data_dir: Path, tmp_path: Path) -> None:
+    done = rollmill("report", "--json", str(tmp_path / "report.json"), data_dir=data_dir)
+    assert "old-run is active" in done.stdout
+    assert '"run": "old-run"' in (tmp_path / "report.json").read_text()
+    unknown = rollmill("report", "nobody", data_dir=data_dir)
+    assert unknown.stderr == "rollmill: no run nobody in the database; there are: old-run\n"
+
+
+def test_nothing_is_left_running(data_dir: Path) -> None:
+    assert rollmill("status", data_dir=data_dir).returncode == 0
+    with DataFolder(data_dir):  # raises when somebody still holds it
+        assert not (data_dir / "postgres" / "data" / "postmaster.pid").exists()

@@ -1,0 +1,129 @@
+"""The command line as a person meets it: exit codes and words."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from common.config import TINY_MODELS
+from common.errors import SetupError
+from deploy.cli import app
+from deploy.demo import DemoHandler, demo_config
+
+HEAVY = ("matplotlib", "sqlalchemy", "alembic", "torch")
+RUNNER = CliRunner(env={name: None for name in os.environ if name.startswith("ROLLMILL_")} | {"COLUMNS": "100"})
+
+
+def refusal(*arguments: str) -> str:
+    """What a command says that refuses to start."""
+    error = RUNNER.invoke(app, arguments).exception
+    assert isinstance(error, SetupError), error
+    return str(error)
+
+
+def test_help_names_every_command() -> None:
+    result = RUNNER.invoke(app, ["--help"])
+    assert result.exit_code == 0
+    for command in ("demo", "up", "status", "report", "sql", "psql", "flower", "migrate"):
+        assert f"│ {command} " in result.output
+
+
+def test_help_comes_without_loading_anything_heavy() -> None:
+    script = f"import sys, deploy.cli; print([name for name in {HEAVY!r} if name in sys.modules])"
+    loaded = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=True)
+    assert loaded.stdout.strip() == "[]"
+
+
+def test_what_has_to_be_mended_is_one_line_on_stderr_and_exit_code_2() -> None:
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("ROLLMILL_")}
+    done = subprocess.run(
+        [sys.executable, "-m", "deploy.cli", "demo"],
+        env={**environment, "ROLLMILL_DATABSE_URL": "postgresql://x"},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr == "rollmill: unknown variable ROLLMILL_DATABSE_URL: did you mean ROLLMILL_DATABASE_URL?\n"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        (("demo", "--handler", "chess"), "chess"),
+        (("demo", "--versions", "0"), "--versions"),
+        (("demo", "--max-staleness", "-1"), "--max-staleness"),
+        (("demo", "--broker", "kafka"), "kafka"),
+        (("flower", "--port", "99999"), "--port"),
+        (("dmeo",), "dmeo"),
+    ],
+)
+def test_wrong_arguments_are_refused_by_name(arguments: tuple[str, ...], named: str) -> None:
+    result = RUNNER.invoke(app, arguments)
+    assert result.exit_code == 2
+    assert named in result.output
+
+
+def test_missing_run_configuration_is_refused(tmp_path: Path) -> None:
+    line = refusal("up", "--config", str(tmp_path / "no.toml"))
+    assert line == f"run configuration {tmp_path / 'no.toml'} does not exist"
+
+
+def write_config(path: Path, **fields: object) -> str:
+    path.write_text("".join(f"{name} = {str(value)!r}\n" for name, value in fields.items()))
+    return str(path)
+
+
+def test_missing_model_is_refused(tmp_path: Path) -> None:
+    config = write_config(tmp_path / "run.toml", name="mine", model=tmp_path / "nothing")
+    assert refusal("up", "--config", config) == (
+        f"model folder {tmp_path / 'nothing'} of run mine holds no model: there is no config.json in it"
+    )
+
+
+def test_unknown_handler_is_refused_with_those_there_are(tmp_path: Path) -> None:
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text("{}")
+    config = write_config(tmp_path / "run.toml", name="mine", model=tmp_path / "model", handler="chess")
+    assert refusal("up", "--config", config) == (
+        "run mine: unknown handler 'chess': known are calculator, shell; an own one is given as package.module:Class"
+    )
+
+
+def test_report_file_in_a_wrong_place_is_refused_before_anything_starts(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    line = refusal("demo", "--report", str(tmp_path / "file" / "report.json"), "--data-dir", str(tmp_path / "data"))
+    assert line.startswith(f"report file {tmp_path / 'file' / 'report.json'} cannot be written:")
+    assert not (tmp_path / "data").exists()
+
+
+@pytest.mark.parametrize("command", [("status",), ("report",), ("sql", "SELECT 1"), ("psql",)])
+def test_without_a_database_the_person_is_told_how_to_get_one(command: tuple[str, ...], tmp_path: Path) -> None:
+    assert refusal(*command, "--data-dir", str(tmp_path)) == (
+        f"no database in data folder {tmp_path}: make one with `rollmill demo`, "
+        "name another folder with --data-dir, or set ROLLMILL_DATABASE_URL"
+    )
+
+
+def test_flower_without_a_stack_says_so(tmp_path: Path) -> None:
+    line = refusal("flower", "--data-dir", str(tmp_path))
+    assert line == f"no stack runs on data folder {tmp_path}: start one with `rollmill up`"
+
+
+def test_migrate_needs_a_database() -> None:
+    assert "ROLLMILL_DATABASE_URL is not set" in refusal("migrate")
+
+
+@pytest.mark.parametrize("handler", list(DemoHandler))
+def test_every_demo_has_its_start_model(handler: DemoHandler) -> None:
+    config = demo_config(handler=handler, seed=3, num_versions=5, max_staleness=0)
+    assert config.name == f"demo-{handler}-seed3"
+    assert config.model == TINY_MODELS / f"tiny-{handler}"
+    assert (config.model / "config.json").exists()
+    assert (config.train.num_versions, config.train.max_staleness, config.seed) == (5, 0, 3)

@@ -1,0 +1,73 @@
+from __future__ import annotations
+
+import pytest
+
+from common.db.report import VersionReward
+from common.episode import EpisodeState
+from deploy.progress import History, duration, last_reward
+from tests.unit.deploy.samples import make_snapshot
+
+
+def episodes(num_final: int) -> dict[EpisodeState, int]:
+    return dict.fromkeys(EpisodeState, 0) | {EpisodeState.SCORED: num_final - 1, EpisodeState.FAILED: 1}
+
+
+def test_rates_are_unknown_before_two_snapshots() -> None:
+    history = History(num_versions=40)
+    assert history.rates().tokens_per_s is None
+    history.add(0.0, make_snapshot())
+    rates = history.rates()
+    assert (rates.tokens_per_s, rates.episodes_per_s, rates.eta_s) == (None, None, None)
+
+
+def test_rates_are_over_the_last_ten_seconds() -> None:
+    history = History(num_versions=40)
+    for at_s, tokens, num_final in ((0.0, 0, 1), (100.0, 1000, 11), (104.0, 1400, 13), (108.0, 2600, 31)):
+        history.add(at_s, make_snapshot(tokens_sampled=tokens, episodes=episodes(num_final)))
+    rates = history.rates()
+    assert rates.tokens_per_s == pytest.approx(1600 / 8)
+    assert rates.episodes_per_s == pytest.approx(20 / 8)
+
+
+def test_tokens_that_an_attempt_takes_back_are_no_negative_rate() -> None:
+    history = History(num_versions=40)
+    history.add(0.0, make_snapshot(tokens_sampled=500))
+    history.add(1.0, make_snapshot(tokens_sampled=400))
+    assert history.rates().tokens_per_s == 0
+
+
+def test_time_to_go_follows_the_pace_of_the_versions_seen() -> None:
+    history = History(num_versions=40)
+    for at_s, version in ((0.0, 17), (3.0, 18), (6.0, 20), (7.0, 20)):
+        history.add(at_s, make_snapshot(version_newest=version))
+    # Two seconds a version, twenty versions, one second gone since the last.
+    assert history.rates().eta_s == pytest.approx(39.0)
+
+
+def test_time_to_go_forgets_the_slow_beginning() -> None:
+    history = History(num_versions=40)
+    history.add(0.0, make_snapshot(version_newest=0))
+    for version in range(1, 21):
+        history.add(1000.0 + version, make_snapshot(version_newest=version))
+    assert history.rates().eta_s == pytest.approx(20.0)
+
+
+def test_nothing_is_to_go_at_the_last_version() -> None:
+    history = History(num_versions=40)
+    history.add(0.0, make_snapshot(version_newest=40))
+    assert history.rates().eta_s == 0
+
+
+def test_the_last_reward_is_that_of_the_version_before_the_newest() -> None:
+    rewards = tuple(VersionReward(version=v, episodes=1, mean_reward=v / 10) for v in (0, 1, 2))
+    newest_is_2 = last_reward(make_snapshot(rewards=rewards, version_newest=2))
+    assert newest_is_2 is not None
+    assert newest_is_2.version == 1
+    only_0 = last_reward(make_snapshot(rewards=rewards[:1], version_newest=0))
+    assert only_0 is not None
+    assert only_0.version == 0
+    assert last_reward(make_snapshot(rewards=(), version_newest=0)) is None
+
+
+def test_durations_are_minutes_and_seconds() -> None:
+    assert [duration(seconds) for seconds in (0, 59.6, 65, 7209)] == ["0:00", "1:00", "1:05", "2:00:09"]
