@@ -167,7 +167,7 @@ def main() -> None:
     )
     parser.add_argument("--seed", type=int, default=0, help="seed of the weights")
     arguments = parser.parse_args()
-    disable_progress_bar()
+    disable_progress_bar()  # type: ignore[no-untyped-call]
     try:
         make_folder(arguments.out, arguments.corpus, seed=arguments.seed)
     except (SetupError, OSError) as error:
