@@ -73,8 +73,9 @@ class Trainer:
             logger.warning("publishing again run=%d version=%d: %s", self.run.id, version, error)
             newest = None
         if newest is None:
+            published = self.publish(version)
             with self.database.begin() as conn:
-                versions.publish(conn, self.run.id, version, self.publish(version))
+                versions.publish(conn, self.run.id, version, published)
         announce(self.broker_url, run_id=self.run.id, version=version)
         logger.info("training run=%d from version=%d", self.run.id, version)
         return version
