@@ -22,7 +22,7 @@ from deploy.progress import View, duration, last_reward
 from deploy.supervisor import ProcessStatus, State
 
 PLAIN_EVERY_S = 5.0
-SPARKLINE_WIDTH = 40
+SPARKLINE_WIDTH = 26
 LIVE_EVERY_S = 0.25
 
 
@@ -114,8 +114,9 @@ def plain_line(view: View) -> str:
 
 def _figures(view: View) -> Table:
     table = Table.grid(padding=(0, 2))
-    table.add_column(style="dim", no_wrap=True)
-    table.add_column(no_wrap=True)
+    # The third column gives way on a narrow terminal.
+    table.add_column(style="dim", no_wrap=True, min_width=14)
+    table.add_column(no_wrap=True, min_width=18)
     table.add_column(no_wrap=True, overflow="ellipsis")
     snapshot, num_versions = view.snapshot, view.config.train.num_versions
     if snapshot is None:
@@ -134,7 +135,7 @@ def _figures(view: View) -> Table:
     table.add_row(
         "staleness",
         f"[bold]{_or_dash(snapshot.lag_last)}[/] in the last step",
-        f"largest {_or_dash(snapshot.lag_max)}, bound {bound}; engines serve version {_or_dash(snapshot.version_live)}",
+        f"largest {_or_dash(snapshot.lag_max)}, bound {bound}; engines serve {_or_dash(snapshot.version_live)}",
     )
     table.add_row(
         "throughput",

@@ -123,7 +123,8 @@ def _run_to_its_end(
 ) -> Report:
     with OpenRun(order, config_file=config_file) as opening:
         try:
-            stack.start(opening)
+            with console.status("database, broker, engine, fleets, feeder, reaper, trainer"):
+                stack.start(opening)
             up_s = time.monotonic()
             _announce(opening, console=console, start_s=up_s - started_s)
             watched = Watched(

@@ -157,7 +157,7 @@ def _staleness(summary: Summary, bound: int) -> str:
 
 
 def _gap(gap_max: float | None) -> str:
-    return "-" if gap_max is None else f"log-probs of the same weights differ by at most {gap_max:.1e} nats"
+    return "-" if gap_max is None else f"log-probs differ by at most {gap_max:.1e} nats"
 
 
 def _must_be_zero(count: int, what: str) -> str:

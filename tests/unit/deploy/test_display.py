@@ -33,7 +33,7 @@ def test_panel_shows_versions_reward_staleness_and_rates() -> None:
     text = text_of(make_view())
     assert re.fullmatch(r"policy version 10 of 40 [━╸╺]+ 1:30 to go", line_with(text, "policy version"))
     assert line_with(text, "mean reward") == "mean reward 0.90 at version 9 ▁▁▂▂▃▄▅▆▆▇"
-    assert line_with(text, "staleness") == "staleness 0 in the last step largest 1, bound 1; engines serve version 9"
+    assert line_with(text, "staleness") == "staleness 0 in the last step largest 1, bound 1; engines serve 9"
     assert line_with(text, "throughput") == "throughput 1,234 tokens/s 23.5 episodes/s, 45,678 tokens so far"
 
 
@@ -86,6 +86,10 @@ def test_panel_fits_the_terminal(width: int) -> None:
     lines = text_of(make_view(), width=width).splitlines()
     assert {len(line) for line in lines} == {width}
     assert len(lines) <= 20
+
+
+def test_nothing_is_cut_on_a_terminal_of_80_columns() -> None:
+    assert "…" not in text_of(make_view(), width=80)
 
 
 def test_plain_line_has_the_same_figures() -> None:
