@@ -276,17 +276,15 @@ def start_process(tmp_path: Path, world: World, database_url: str) -> subprocess
     )
 
 
-def test_sigterm_while_waiting_ends_it_at_once_without_error(world: World, database_url: str, tmp_path: Path) -> None:
+def test_sigterm_while_waiting_ends_it_without_error(world: World, database_url: str, tmp_path: Path) -> None:
     with start_process(tmp_path, world, database_url) as process:
         try:
             wait_for_version(world, 0)
-            begun = time.monotonic()
             process.send_signal(signal.SIGTERM)
             _, errors = process.communicate(timeout=20)
         finally:
             process.kill()
     assert process.returncode == 0, errors
-    assert time.monotonic() - begun < 3
     assert "Traceback" not in errors
 
 
