@@ -208,6 +208,13 @@ class Turn:
     latency_ms: int
     """From request to response, in milliseconds."""
 
+    def __post_init__(self) -> None:
+        if not self.suffix_ids or not self.sampled.ids:
+            raise ValueError(
+                f"turn {self.index} has {len(self.suffix_ids)} given and {len(self.sampled.ids)} sampled ids: "
+                "both must be there, or it could not be told from its neighbours in training"
+            )
+
 
 @dataclass(frozen=True, kw_only=True)
 class TurnTokens:

@@ -11,12 +11,10 @@ from typing import Protocol
 
 from common.config import RolloutConfig
 from common.episode import FinishReason, Message, Sampled, ToolCall, ToolSpec, Turn
+from common.errors import EpisodeError
 from common.outcomes import Outcome
+from workers.engine_errors import ContextOverflow
 from workers.tool_calls import ParsedTurn
-
-
-class ContextFull(Exception):
-    """The next prompt does not fit the policy's context."""
 
 
 class Renderer(Protocol):
@@ -33,7 +31,9 @@ class Generated:
 
     sampled: Sampled
     engine: str
+    """URL of the one that finished it."""
     latency_ms: int
+    """Time in requests that gave tokens; waiting for an engine is not the agent's."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,7 +43,7 @@ class Agent:
     renderer: Renderer
     config: RolloutConfig
     generate: Callable[[list[int]], Awaitable[Generated]]
-    """Prompt ids to sampled ids. Raises ContextFull when the prompt is too long."""
+    """Prompt ids to sampled ids. Raises ContextOverflow when the prompt is too long."""
     call_tool: Callable[[ToolCall], Awaitable[str]]
     save: Callable[[Turn], Awaitable[None]]
     """Stores a turn; the loop goes on only after it."""
@@ -57,7 +57,10 @@ class Agent:
             suffix = self.renderer.suffix(_results(turns[-1])) if turns else self.renderer.first_prompt(messages, tools)
             try:
                 generated = await self.generate([*prompt_ids(turns), *suffix])
-            except ContextFull:
+            except ContextOverflow as error:
+                if not turns:
+                    # The task itself is too long: nothing was sampled, so there is nothing to score or train.
+                    raise EpisodeError(Outcome.HANDLER_FAILED, f"first prompt of {len(suffix)} ids: {error}") from None
                 return Outcome.CONTEXT_LIMIT
             turn = Turn(
                 index=len(turns),

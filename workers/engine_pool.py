@@ -18,6 +18,7 @@ from common.db.episodes import Claim
 from common.episode import EngineState, FinishReason, Sampled
 from common.errors import EpisodeError
 from common.outcomes import Outcome
+from workers.agent import Generated
 from workers.engine_client import EngineClient
 from workers.engine_errors import EngineUnavailable
 
@@ -110,8 +111,8 @@ class EnginePool:
 
     async def generate(
         self, claim: Claim, prompt_ids: Sequence[int], *, request_id: str, stop_ids: tuple[int, ...]
-    ) -> tuple[Sampled, str]:
-        """What was sampled, and the URL of the engine that finished it.
+    ) -> Generated:
+        """What was sampled, the engine that finished it, and the time that requests took, waiting left out.
 
         A failed engine costs nothing but time: the request goes to another one. An aborted request goes on where it
         stopped, and never gets more than max_tokens_per_turn ids in all. `request_id` must be unique among all
@@ -122,16 +123,19 @@ class EnginePool:
             claim=claim, prompt_ids=tuple(prompt_ids), request_id=request_id, stop_ids=stop_ids, max_tokens=budget
         )
         so_far: Sampled | None = None
+        busy_s = 0.0
         why = f"no engine serves run {claim.config.name}"
         deadline = self._clock() + self._wait_s
         for number in itertools.count():
             url = await self._wait_for_engine(turn, deadline, why)
+            asked = self._clock()
             try:
                 part = await self._ask(url, turn, so_far, number)
             except EngineUnavailable as error:
                 self._failed(url)
                 why = str(error)
                 continue
+            busy_s += self._clock() - asked
             if not part.ids:
                 self._failed(url)
                 why = f"engine {url} aborted the request"
@@ -139,9 +143,10 @@ class EnginePool:
             self.uses[url].failures = 0
             so_far = joined(so_far, part) if so_far else part
             if so_far.finish_reason is not FinishReason.ABORT:
-                return so_far, url
+                return Generated(sampled=so_far, engine=url, latency_ms=round(1000 * busy_s))
             if len(so_far.ids) == budget:
-                return replace(so_far, finish_reason=FinishReason.LENGTH), url
+                whole = replace(so_far, finish_reason=FinishReason.LENGTH)
+                return Generated(sampled=whole, engine=url, latency_ms=round(1000 * busy_s))
             deadline = self._clock() + self._wait_s
         raise AssertionError("the loop has no other end")
 

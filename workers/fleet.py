@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import argparse
+import logging
 import os
+import signal
 import socket
 import sys
 import threading
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from functools import lru_cache, partial
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import lru_cache
 from pathlib import Path
 
 from celery.signals import worker_shutdown, worker_shutting_down
@@ -35,7 +37,10 @@ from workers.run import Run
 from workers.run_loop import RunLoop
 from workers.sandbox import open_backend
 from workers.stage import StageWorker, Work
-from workers.weight_keeper import WeightKeeper, listen
+from workers.weight_announcements import AnnouncementListener
+from workers.weight_keeper import WeightKeeper
+
+logger = logging.getLogger(__name__)
 
 CONCURRENCY = {Stage.INIT: 16, Stage.RUN: 256, Stage.EVAL: 8}
 """Episodes that one process works on at once. RUN's share one asyncio loop and mostly wait for tokens."""
@@ -68,18 +73,23 @@ class FleetProcess:
         executor = ThreadPoolExecutor(CONCURRENCY[stage], thread_name_prefix=stage)
         self._close.append(executor.shutdown)
         if stage is Stage.INIT:
-            backend = open_backend(self._settings.data_dir)
-            return partial(executor.submit, Init(self.database, handler=handler_named, backend=backend))
-        return partial(executor.submit, Eval(self.database, handler=handler_named))
+            init = Init(self.database, handler=handler_named, backend=open_backend(self._settings.data_dir))
+            return lambda claim: executor.submit(init, claim)
+        evaluate = Eval(self.database, handler=handler_named)
+        return lambda claim: executor.submit(evaluate, claim)
 
     def _run(self) -> Work:
         loop = RunLoop()
         client = EngineClient(timeout_s=self._settings.request_timeout_s)
         pool = EnginePool(client, self._engines_of, wait_s=self._settings.engine_wait_s)
         keeper = WeightKeeper(self.database, client, owner=self._name, poll_s=self._settings.keeper_poll_s)
-        loop.submit(keeper.run())
-        listener = listen(self._settings.require_broker_url(), lambda: loop.loop.call_soon_threadsafe(keeper.announce))
-        self._close += [listener.stop, lambda: loop.submit(client.close()).result(5), loop.close]
+        listener = AnnouncementListener(
+            self._settings.require_broker_url(), lambda: loop.loop.call_soon_threadsafe(keeper.announce)
+        )
+        keeping = loop.submit(keeper.run())
+        keeping.add_done_callback(_end_process_on_error)
+        listener.start()
+        self._close += [listener.stop, keeping.cancel, lambda: loop.submit(client.close()).result(5), loop.close]
         stage = Run(
             self.database,
             pool,
@@ -101,16 +111,23 @@ class FleetProcess:
         self.database.dispose()
 
 
+def _end_process_on_error(keeping: Future[None]) -> None:
+    """A RUN process without a keeper would serve old weights for ever: better that it is started anew."""
+    if not keeping.cancelled() and (error := keeping.exception()) is not None:
+        logger.critical("the weight keeper crashed", exc_info=error)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
 def serve(stage: Stage, *, concurrency: int) -> None:
     """Serve a stage's queue until SIGTERM; claims are then handed back, so that the end takes seconds."""
     given = settings()
     setup_logging(given.log_level)
+    for name in ("celery.worker.strategy", "celery.app.trace"):
+        # Two lines a message, which the stage's own line says better.
+        logging.getLogger(name).setLevel(logging.WARNING)
     process = FleetProcess(stage, given)
 
-    @app.task(name=TASK_OF[stage])
-    def perform(episode_id: int, attempt: int) -> None:
-        process.worker.perform(episode_id, attempt)
-
+    app.task(process.worker.perform, name=TASK_OF[stage])
     # Celery waits for running tasks before it ends, whatever the signal: they must be told to stop.
     worker_shutting_down.connect(lambda **_: threading.Thread(target=process.worker.stop).start(), weak=False)
     worker_shutdown.connect(lambda **_: process.close(), weak=False)

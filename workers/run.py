@@ -11,7 +11,7 @@ from typing import Protocol
 from common.db import turns
 from common.db.episodes import Claim
 from common.db.session import Database
-from common.episode import EpisodeState, Sampled, ToolCall, Turn
+from common.episode import EpisodeState, ToolCall, Turn
 from common.errors import boundary
 from common.outcomes import Outcome
 from workers.agent import Agent, Generated, Renderer
@@ -26,7 +26,7 @@ class Engines(Protocol):
 
     async def generate(
         self, claim: Claim, prompt_ids: list[int], *, request_id: str, stop_ids: tuple[int, ...]
-    ) -> tuple[Sampled, str]: ...
+    ) -> Generated: ...
 
 
 class RunRenderer(Renderer, Protocol):
@@ -91,13 +91,14 @@ class _Playing:
 
     async def generate(self, prompt_ids: list[int]) -> Generated:
         self._num_requests += 1
-        sampled, engine = await self._stage._engines.generate(
+        generated = await self._stage._engines.generate(
             self._claim,
             prompt_ids,
             request_id=f"{self._claim.token}-{self._num_requests}",
             stop_ids=self.renderer.stop_ids,
         )
-        return Generated(sampled=sampled, engine=engine, latency_ms=0)
+        self.spent_s += generated.latency_ms / 1000
+        return generated
 
     async def call_tool(self, call: ToolCall) -> str:
         started = time.monotonic()

@@ -7,8 +7,10 @@ import pytest
 
 from common.config import RolloutConfig
 from common.episode import FinishReason, Message, Sampled, ToolCall, ToolSpec, Turn, VersionSpan
+from common.errors import EpisodeError
 from common.outcomes import Outcome
-from workers.agent import Agent, ContextFull, Generated, prompt_ids
+from workers.agent import Agent, Generated, prompt_ids
+from workers.engine_errors import ContextOverflow
 from workers.tool_calls import ParsedTurn
 
 CLOSE = 0
@@ -102,7 +104,7 @@ async def test_tool_results_follow_the_call_in_the_stored_messages():
         ([said("!x")], Outcome.FORMAT_ERROR),
         ([said("@a", FinishReason.LENGTH)], Outcome.TOKEN_LIMIT),
         ([said("@a"), said("@b")], Outcome.TURN_LIMIT),
-        ([said("@a"), ContextFull()], Outcome.CONTEXT_LIMIT),
+        ([said("@a"), ContextOverflow("too long")], Outcome.CONTEXT_LIMIT),
     ],
 )
 async def test_each_way_to_end_keeps_what_was_sampled(turns: list[Sampled | Exception], outcome: Outcome):
@@ -143,3 +145,10 @@ async def test_a_spent_time_budget_ends_between_turns():
     script = Scripted(said("@a"), said("done"), spent_s=lambda: 11.0 if script.saved else 0.0)
     assert await script.play() is Outcome.AGENT_TIMEOUT
     assert len(script.saved) == 1
+
+
+async def test_a_task_that_does_not_fit_is_no_fault_of_the_agent():
+    script = Scripted(ContextOverflow("520 ids, the context has 512"))
+    with pytest.raises(EpisodeError, match="first prompt of 2 ids: 520 ids") as caught:
+        await script.play()
+    assert caught.value.outcome is Outcome.HANDLER_FAILED

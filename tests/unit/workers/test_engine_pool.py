@@ -52,7 +52,8 @@ class Fleet:
 
     async def turn(self, *, episode: int = 1, group: int = 1, max_tokens: int = 3) -> tuple[Sampled, str]:
         claim = make_claim(episode=episode, group=group, max_tokens=max_tokens)
-        return await self.pool.generate(claim, [1], request_id=uuid4().hex, stop_ids=(29,))
+        generated = await self.pool.generate(claim, [1], request_id=uuid4().hex, stop_ids=(29,))
+        return generated.sampled, generated.engine
 
 
 @pytest.fixture
@@ -254,7 +255,7 @@ async def test_an_abort_with_the_whole_budget_ends_by_length() -> None:
     async with TestServer(app) as server, EngineClient(timeout_s=1) as client:
         rows = [row(0, str(server.make_url("")))]
         pool = EnginePool(client, lambda run_id: rows, wait_s=1)
-        whole, _ = await pool.generate(make_claim(max_tokens=3), [1], request_id="r", stop_ids=())
+        whole = (await pool.generate(make_claim(max_tokens=3), [1], request_id="r", stop_ids=())).sampled
     assert whole.ids == (5, 6, 7)
     assert whole.finish_reason is FinishReason.LENGTH
 
