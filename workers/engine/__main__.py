@@ -20,9 +20,9 @@ from aiohttp import web
 from common.errors import RollmillError, SetupError
 from common.log import setup_logging
 from workers.engine.batch import Batch
-from workers.engine.checkpoint import expected_shapes, read_config, read_eos_ids, read_tensors
+from workers.engine.checkpoint import expected_shapes, num_kv_heads, read_config, read_eos_ids, read_tensors
 from workers.engine.decoding import DecodingThread
-from workers.engine.model import Model, fuse, num_kv_heads
+from workers.engine.model import Model, fuse
 from workers.engine.server import Routes
 
 logger = logging.getLogger("workers.engine")

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 from transformers import Qwen3Config, Qwen3ForCausalLM
@@ -23,6 +24,10 @@ Shapes = dict[str, tuple[int, ...]]
 """Shape of every tensor that a checkpoint must hold, by name."""
 
 _ARCHITECTURE = "Qwen3ForCausalLM"
+_SIZES = (
+    *("vocab_size", "hidden_size", "intermediate_size", "head_dim", "max_position_embeddings"),
+    *("num_hidden_layers", "num_attention_heads", "num_key_value_heads"),
+)
 _FLOAT_DTYPES = ("F64", "F32", "F16", "BF16")
 _ROPE_TYPES = ("default", "linear", "yarn", "llama3")
 _TIED_HEAD = "lm_head.weight"
@@ -35,8 +40,14 @@ def read_config(folder: Path) -> Qwen3Config:
         raise SetupError(f"{folder} holds {raw.get('architectures')}, this engine serves only {_ARCHITECTURE}")
     try:
         config = Qwen3Config.from_dict(raw)
-    except (ValueError, TypeError, KeyError) as error:
-        raise SetupError(f"{folder / 'config.json'} is not a Qwen3 configuration: {error}") from error
+    except (StrictDataclassError, ValueError, TypeError) as error:
+        text = " ".join(str(error).split())
+        raise SetupError(f"{folder / 'config.json'} is not a Qwen3 configuration: {text}") from error
+    if small := [name for name in _SIZES if getattr(config, name) is not None and getattr(config, name) < 1]:
+        raise SetupError(f"{folder / 'config.json'} has {small[0]} {getattr(config, small[0])}, expected at least 1")
+    if config.num_attention_heads % num_kv_heads(config):
+        heads = f"{config.num_attention_heads} query heads for {num_kv_heads(config)} key-value heads"
+        raise SetupError(f"{folder / 'config.json'} has {heads}, expected a multiple")
     rope_type = (config.rope_parameters or {}).get("rope_type", "default")
     if rope_type not in _ROPE_TYPES:
         raise SetupError(f"{folder} uses rope_type {rope_type!r}, this engine knows {', '.join(_ROPE_TYPES)}")
@@ -45,12 +56,20 @@ def read_config(folder: Path) -> Qwen3Config:
     return config
 
 
+def num_kv_heads(config: Qwen3Config) -> int:
+    """Key-value heads of a layer; a configuration that names none has one for each query head."""
+    return config.num_key_value_heads or config.num_attention_heads
+
+
 def read_eos_ids(folder: Path, config: Qwen3Config) -> frozenset[int]:
     """Ids that end a sequence: those of config.json and of generation_config.json, where there is one."""
     path = folder / "generation_config.json"
     found = [config.eos_token_id, _read_json(path).get("eos_token_id") if path.exists() else None]
     lists = [[ids] if isinstance(ids, int) else ids or [] for ids in found]
-    return frozenset(lists[0] + lists[1])
+    eos_ids = frozenset(lists[0] + lists[1])
+    if unknown := [token_id for token_id in eos_ids if token_id not in range(config.vocab_size)]:
+        raise SetupError(f"{folder} names {unknown[0]!r} as eos_token_id, its vocabulary is 0..{config.vocab_size - 1}")
+    return eos_ids
 
 
 def expected_shapes(config: Qwen3Config) -> Shapes:

@@ -17,6 +17,8 @@ from torch.nn import functional as F
 from transformers import Qwen3Config
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RotaryEmbedding
 
+from workers.engine.checkpoint import num_kv_heads
+
 
 @dataclass(frozen=True, kw_only=True)
 class Layer:
@@ -48,11 +50,6 @@ class Weights:
     norm_D: Tensor
     head_VD: Tensor
     """The embedding itself where they are tied."""
-
-
-def num_kv_heads(config: Qwen3Config) -> int:
-    """Key-value heads of a layer; a configuration that names none has one for each query head."""
-    return config.num_key_value_heads or config.num_attention_heads
 
 
 def fuse(config: Qwen3Config, tensors: dict[str, Tensor]) -> Weights:
