@@ -53,6 +53,8 @@ class ScriptedEngine:
         self.token_s = token_s
         self.max_model_len = max_model_len
         self.accept = accept
+        self.load_s = 0.0
+        """How long it takes to load weights."""
         self.version = "default"
         self.weights: Path | None = None
         """The folder that was loaded last; None = the start weights."""
@@ -227,10 +229,11 @@ class ScriptedEngine:
     async def _collective_rpc(self, request: web.Request) -> web.Response:
         body = await request.json()
         path, name = Path(body["args"][0]), body["args"][1]
+        await asyncio.sleep(self.load_s)
         if refusal := self.accept(path):
             return web.json_response({"results": [{"ok": False, "error": refusal}]})
         self.weights = path
-        return web.json_response({"results": [{"ok": True, "version": name, "seconds": 0.0}]})
+        return web.json_response({"results": [{"ok": True, "version": name, "seconds": self.load_s}]})
 
     async def _update_weight_version(self, request: web.Request) -> web.Response:
         self.version = (await request.json())["new_version"]

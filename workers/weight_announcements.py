@@ -38,6 +38,11 @@ class AnnouncementListener:
     def start(self) -> None:
         self._thread.start()
 
+    @property
+    def alive(self) -> bool:
+        """False after the end."""
+        return self._thread.is_alive()
+
     def stop(self, timeout_s: float = CONNECT_TIMEOUT_S + DRAIN_S) -> None:
         """End the thread; it looks up from its connection every DRAIN_S."""
         self._stopping.set()

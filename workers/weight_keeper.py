@@ -53,6 +53,7 @@ class WeightKeeper:
         self._owned_until = 0.0
         """Of time.monotonic."""
         self._announced = asyncio.Event()
+        self._num_announced = 0
         self._tending: dict[int, asyncio.Task[None]] = {}
         """Engine id -> the task that alone talks to it."""
         self._verified: dict[int, PolicyVersion] = {}
@@ -63,6 +64,7 @@ class WeightKeeper:
 
     def announce(self) -> None:
         """Look for new versions now. Call it on the loop's thread."""
+        self._num_announced += 1
         self._announced.set()
 
     async def run(self) -> None:
@@ -101,8 +103,12 @@ class WeightKeeper:
 
     async def _tend(self, engine: EngineRow) -> None:
         try:
-            while await self._bring_up_to_date(engine):
-                pass
+            while True:
+                heard = self._num_announced
+                loaded = await self._bring_up_to_date(engine)
+                # A version announced in the meantime may have come too late for this look at the database.
+                if not loaded and heard == self._num_announced:
+                    break
             self._report(engine.id, None)
         except WeightsDamaged as error:
             await self._failed(engine, error, quarantine_after=NEVER, known=True)

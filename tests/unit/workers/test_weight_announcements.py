@@ -1,0 +1,35 @@
+from __future__ import annotations
+
+import socket
+import threading
+import time
+
+from kombu.connection import Connection
+from kombu.entity import Exchange
+
+from common.queues import WEIGHTS_EXCHANGE
+from workers.weight_announcements import listen
+
+
+def test_hears_the_fanout_exchange() -> None:
+    heard = threading.Event()
+    listener = listen("memory://announcements", heard.set)
+    assert listener.listening.wait(5)
+    exchange = Exchange(WEIGHTS_EXCHANGE, type="fanout")
+    with Connection("memory://announcements") as connection:
+        connection.Producer().publish({"run": 5, "version": 7}, exchange=exchange, declare=[exchange])
+        assert heard.wait(5)
+    listener.stop()
+    assert not listener.alive
+
+
+def test_a_broker_that_is_away_neither_ends_nor_holds_the_thread() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+    listener = listen(f"redis://127.0.0.1:{port}/0", lambda: None)
+    assert not listener.listening.wait(0.3)
+    assert listener.alive
+    started = time.monotonic()
+    listener.stop()
+    assert not listener.alive
+    assert time.monotonic() - started < 3
