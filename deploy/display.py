@@ -92,7 +92,7 @@ def plain_line(view: View) -> str:
     if snapshot is None:
         parts.append("waiting for the first figures")
     else:
-        last = last_reward(snapshot)
+        last = last_reward(snapshot, view.config)
         lag = "-" if snapshot.lag_last is None else snapshot.lag_last
         waiting = " ".join(f"{stage}={counts.waiting}+{counts.working}" for stage, counts in snapshot.stages.items())
         parts += [
@@ -127,7 +127,7 @@ def _figures(view: View) -> Table:
     bar = Table.grid()
     bar.add_row(ProgressBar(total=num_versions, completed=done, width=SPARKLINE_WIDTH), Text(eta, "dim"))
     table.add_row("policy version", f"[bold]{_or_dash(snapshot.version_newest)}[/] of {num_versions}", bar)
-    last = last_reward(snapshot)
+    last = last_reward(snapshot, view.config)
     shown = [reward.mean_reward for reward in snapshot.rewards if last is not None and reward.version <= last.version]
     mean = f"[bold]{last.mean_reward:.2f}[/] at version {last.version}" if last else "-"
     table.add_row("mean reward", mean, Text(sparkline(shown, width=SPARKLINE_WIDTH), "green"))

@@ -95,11 +95,11 @@ def num_final(snapshot: Snapshot) -> int:
     return sum(snapshot.episodes[state] for state in FINAL_STATES)
 
 
-def last_reward(snapshot: Snapshot) -> VersionReward | None:
-    """The newest version that is sampled no longer: the present one has only its quickest episodes so far."""
-    newest = snapshot.version_newest
-    past = [reward for reward in snapshot.rewards if newest is None or reward.version < newest]
-    return next(reversed(past or snapshot.rewards), None)
+def last_reward(snapshot: Snapshot, config: RunConfig) -> VersionReward | None:
+    """That of the newest version with at least half a step's episodes, else of the newest; None = nothing is scored."""
+    enough = config.train.groups_per_step * config.rollout.group_size / 2
+    full = [reward for reward in snapshot.rewards if reward.episodes >= enough]
+    return next(reversed(full or snapshot.rewards), None)
 
 
 def duration(seconds: float) -> str:

@@ -6,7 +6,7 @@ from rich.table import Table
 
 from common.db.report import newest_runs, snapshot
 from common.db.session import Database
-from common.episode import EpisodeState, GroupState
+from common.episode import EpisodeState
 from deploy.progress import last_reward, num_final
 
 MAX_RUNS = 20
@@ -15,12 +15,12 @@ MAX_RUNS = 20
 def status_table(database: Database) -> Table:
     """The newest runs, newest first."""
     table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, header_style="dim")
-    for name in ("run", "state", "version", "mean reward", "episodes", "failed", "groups dropped"):
-        table.add_column(name, justify="left" if name in ("run", "state") else "right")
+    for name in ("run", "state", "version", "reward", "episodes", "failed"):
+        table.add_column(name, justify="left" if name in ("run", "state") else "right", no_wrap=True)
     with database.begin() as conn:
         for run in newest_runs(conn, limit=MAX_RUNS):
             now = snapshot(conn, run.id)
-            last = last_reward(now)
+            last = last_reward(now, run.config)
             version = "-" if now.version_newest is None else now.version_newest
             table.add_row(
                 run.name,
@@ -29,6 +29,5 @@ def status_table(database: Database) -> Table:
                 f"{last.mean_reward:.2f}" if last else "-",
                 f"{num_final(now):,} of {sum(now.episodes.values()):,}",
                 f"{now.episodes[EpisodeState.FAILED]:,}",
-                f"{now.groups[GroupState.DROPPED]:,}",
             )
     return table

@@ -75,8 +75,9 @@ EXAMPLES = tuple(
         (
             "What did the newest successful episode say, with its token ids and log-probs?",
             """
-            SELECT turn, messages -> 0 ->> 'content' AS agent, messages -> 1 ->> 'content' AS tool,
-                   sampled_ids, logprobs
+            SELECT turn, concat_ws(' ', nullif(messages #>> '{0,content}', ''), messages #>> '{0,tool_calls,0,name}',
+                                   messages #>> '{0,tool_calls,0,arguments}') AS agent,
+                   messages #>> '{1,content}' AS tool, sampled_ids, logprobs
               FROM samples
              WHERE run = :run AND episode_id = (
                    SELECT e.id FROM episode e JOIN run r ON r.id = e.run_id

@@ -34,7 +34,7 @@ def make_snapshot(**changes: Any) -> Snapshot:
         lag_last=0,
         lag_max=1,
         tokens_sampled=45_678,
-        rewards=tuple(VersionReward(version=v, episodes=128, mean_reward=v / 10) for v in range(11)),
+        rewards=tuple(VersionReward(version=v, episodes=128 if v < 10 else 5, mean_reward=v / 10) for v in range(11)),
     )
     return replace(snapshot, **changes)
 

@@ -5,7 +5,7 @@ import pytest
 from common.db.report import VersionReward
 from common.episode import EpisodeState
 from deploy.progress import History, duration, last_reward
-from tests.unit.deploy.samples import make_snapshot
+from tests.unit.deploy.samples import CONFIG, make_snapshot
 
 
 def episodes(num_final: int) -> dict[EpisodeState, int]:
@@ -58,15 +58,18 @@ def test_nothing_is_to_go_at_the_last_version() -> None:
     assert history.rates().eta_s == 0
 
 
-def test_the_last_reward_is_that_of_the_version_before_the_newest() -> None:
-    rewards = tuple(VersionReward(version=v, episodes=1, mean_reward=v / 10) for v in (0, 1, 2))
-    newest_is_2 = last_reward(make_snapshot(rewards=rewards, version_newest=2))
-    assert newest_is_2 is not None
-    assert newest_is_2.version == 1
-    only_0 = last_reward(make_snapshot(rewards=rewards[:1], version_newest=0))
-    assert only_0 is not None
-    assert only_0.version == 0
-    assert last_reward(make_snapshot(rewards=(), version_newest=0)) is None
+def test_the_last_reward_is_that_of_the_newest_version_with_half_a_step_of_episodes() -> None:
+    def version_of(*episodes_by_version: int) -> int | None:
+        rewards = tuple(
+            VersionReward(version=version, episodes=num, mean_reward=0.5)
+            for version, num in enumerate(episodes_by_version)
+        )
+        last = last_reward(make_snapshot(rewards=rewards), CONFIG)
+        return None if last is None else last.version
+
+    assert version_of(256, 64, 63) == 1
+    assert version_of(5) == 0
+    assert version_of() is None
 
 
 def test_durations_are_minutes_and_seconds() -> None:
