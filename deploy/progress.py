@@ -9,7 +9,7 @@ from pathlib import Path
 
 from common.config import RunConfig
 from common.db.report import Snapshot, VersionReward
-from common.episode import FINAL_STATES
+from common.episode import FINAL_STATES, RunState
 from deploy.supervisor import ProcessStatus
 
 RATE_WINDOW_S = 10.0
@@ -96,10 +96,17 @@ def num_final(snapshot: Snapshot) -> int:
 
 
 def last_reward(snapshot: Snapshot, config: RunConfig) -> VersionReward | None:
-    """That of the newest version with at least half a step's episodes, else of the newest; None = nothing is scored."""
+    """That of the newest version that is judged fairly; None = nothing is scored yet.
+
+    A version of which episodes may still be played has only its quickest so far, which are not like the others;
+    one with less than half a step's episodes is left to chance. Before there is a better one, they have to do.
+    """
+    rewards = snapshot.rewards
+    if snapshot.state is RunState.ACTIVE:
+        oldest_in_play = (snapshot.version_newest or 0) - config.train.max_staleness
+        rewards = tuple(reward for reward in rewards if reward.version < oldest_in_play) or rewards[:1]
     enough = config.train.groups_per_step * config.rollout.group_size / 2
-    full = [reward for reward in snapshot.rewards if reward.episodes >= enough]
-    return next(reversed(full or snapshot.rewards), None)
+    return next(reversed([reward for reward in rewards if reward.episodes >= enough] or rewards), None)
 
 
 def duration(seconds: float) -> str:

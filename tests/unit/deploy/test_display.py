@@ -32,7 +32,7 @@ def test_panel_tells_which_run_it_is() -> None:
 def test_panel_shows_versions_reward_staleness_and_rates() -> None:
     text = text_of(make_view())
     assert re.fullmatch(r"policy version 10 of 40 [━╸╺]+ 1:30 to go", line_with(text, "policy version"))
-    assert line_with(text, "mean reward") == "mean reward 0.90 at version 9 ▁▁▂▂▃▄▅▆▆▇"
+    assert line_with(text, "mean reward") == "mean reward 0.80 at version 8 ▁▁▂▂▃▄▅▆▆"
     assert line_with(text, "staleness") == "staleness 0 in the last step largest 1, bound 1; engines serve 9"
     assert line_with(text, "throughput") == "throughput 1,234 tokens/s 23.5 episodes/s, 45,678 tokens so far"
 
@@ -94,7 +94,7 @@ def test_nothing_is_cut_on_a_terminal_of_80_columns() -> None:
 
 def test_plain_line_has_the_same_figures() -> None:
     assert plain_line(make_view()) == (
-        "[1:05]  version 10/40  reward 0.90  lag 0  waiting+working init=11+12 run=21+22 eval=31+32  "
+        "[1:05]  version 10/40  reward 0.80  lag 0  waiting+working init=11+12 run=21+22 eval=31+32  "
         "scored 1194  failed 3  1,234 tokens/s"
     )
 

@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 
 from common.db.report import VersionReward
-from common.episode import EpisodeState
+from common.episode import EpisodeState, RunState
 from deploy.progress import History, duration, last_reward
 from tests.unit.deploy.samples import CONFIG, make_snapshot
 
@@ -58,18 +58,29 @@ def test_nothing_is_to_go_at_the_last_version() -> None:
     assert history.rates().eta_s == 0
 
 
-def test_the_last_reward_is_that_of_the_newest_version_with_half_a_step_of_episodes() -> None:
-    def version_of(*episodes_by_version: int) -> int | None:
-        rewards = tuple(
-            VersionReward(version=version, episodes=num, mean_reward=0.5)
-            for version, num in enumerate(episodes_by_version)
-        )
-        last = last_reward(make_snapshot(rewards=rewards), CONFIG)
-        return None if last is None else last.version
+def judged(*episodes_by_version: int, newest: int, state: RunState = RunState.ACTIVE) -> int | None:
+    """The version whose reward is shown; the staleness bound is 1, half a step is 64 episodes."""
+    rewards = tuple(
+        VersionReward(version=version, episodes=num, mean_reward=0.5) for version, num in enumerate(episodes_by_version)
+    )
+    last = last_reward(make_snapshot(rewards=rewards, version_newest=newest, state=state), CONFIG)
+    return None if last is None else last.version
 
-    assert version_of(256, 64, 63) == 1
-    assert version_of(5) == 0
-    assert version_of() is None
+
+def test_the_last_reward_is_that_of_the_newest_version_that_is_sampled_no_longer() -> None:
+    assert judged(128, 128, 128, 128, newest=3) == 1
+    assert judged(128, 128, 128, 128, newest=4, state=RunState.FINISHED) == 3
+
+
+def test_versions_with_few_episodes_are_passed_over() -> None:
+    assert judged(128, 63, 128, newest=3) == 0
+    assert judged(128, 64, 128, newest=3) == 1
+
+
+def test_in_the_beginning_the_first_version_has_to_do() -> None:
+    assert judged(5, newest=0) == 0
+    assert judged(40, 3, newest=1) == 0
+    assert judged(newest=0) is None
 
 
 def test_durations_are_minutes_and_seconds() -> None:
