@@ -14,11 +14,12 @@ from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
 from common.db import runs
-from common.db.report import newest_runs
 from common.db.runs import Run
 from common.db.session import Database, check_schema
+from common.db.snapshot import newest_runs
 from common.errors import SetupError
 from common.settings import Settings
+from deploy.broker import check_broker
 from deploy.flower import flower_spec
 from deploy.folder import DataFolder
 from deploy.local import StackAddresses, addresses_file, read_addresses
@@ -118,9 +119,11 @@ def _url_of_running_stack(data_dir: Path) -> str | None:
 def serve_flower(settings: Settings, *, port: int, announce: Callable[[Path], None]) -> None:
     """Run Flower until somebody asks us to stop; `announce` is given the file with its password when it is up.
 
-    Raises SetupError when no broker is known, the port is taken, or Flower ends by itself.
+    Raises SetupError when no broker is known or answers, the port is taken, or Flower ends by itself.
     """
     if settings.broker_url is not None:
+        # Flower itself would come up and show nothing.
+        check_broker(settings.broker_url)
         addresses = StackAddresses(
             database_url=settings.database_url or "", broker_url=settings.broker_url, broker_api_url=None, engine_url=""
         )

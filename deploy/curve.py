@@ -29,13 +29,14 @@ def in_bins(curve: Curve, *, num_bins: int) -> list[float | None]:
 
 
 def moving_mean(curve: Curve) -> list[float | None]:
-    """At each version with episodes, the mean over it and up to four before it that have some."""
-    past: list[float] = []
-    means: list[float | None] = []
-    for mean in curve:
-        past += [] if mean is None else [mean]
-        means.append(None if mean is None else _mean(past[-SMOOTH_OVER:]))
-    return means
+    """At each version with episodes, the mean over it and its nearest two on either side that have some."""
+    known = [mean for mean in curve if mean is not None]
+    centres = iter(range(len(known)))
+    return [None if mean is None else _mean(_around(known, next(centres))) for mean in curve]
+
+
+def _around(values: Sequence[float], centre: int) -> Sequence[float]:
+    return values[max(centre - SMOOTH_OVER // 2, 0) : centre + SMOOTH_OVER // 2 + 1]
 
 
 def sparkline(curve: Curve, *, width: int) -> str:

@@ -15,7 +15,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from common.db.report import Snapshot
+from common.db.snapshot import Snapshot
 from common.episode import EpisodeState, GroupState, Stage
 from deploy.curve import sparkline
 from deploy.progress import View, duration, last_reward

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from common.config import RunConfig
-from common.db.report import Snapshot, VersionReward
+from common.db.snapshot import Snapshot, VersionReward
 from common.episode import FINAL_STATES, RunState
 from deploy.supervisor import ProcessStatus
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from rich.table import Table
 
-from common.db.report import newest_runs, snapshot
 from common.db.session import Database
+from common.db.snapshot import newest_runs, take_snapshot
 from common.episode import EpisodeState
 from deploy.progress import last_reward, num_final
 
@@ -19,7 +19,7 @@ def status_table(database: Database) -> Table:
         table.add_column(name, justify="left" if name in ("run", "state") else "right", no_wrap=True)
     with database.begin() as conn:
         for run in newest_runs(conn, limit=MAX_RUNS):
-            now = snapshot(conn, run.id)
+            now = take_snapshot(conn, run.id)
             last = last_reward(now, run.config)
             version = "-" if now.version_newest is None else now.version_newest
             table.add_row(

@@ -11,9 +11,8 @@ from types import TracebackType
 from typing import Protocol, Self
 
 from common.config import RunConfig
-from common.db import report
-from common.db.report import Snapshot
 from common.db.session import Database
+from common.db.snapshot import Snapshot, take_snapshot
 from common.episode import RunState
 from common.errors import DatabaseUnavailable, SetupError
 from deploy.display import Display
@@ -78,7 +77,7 @@ class RunReader:
             started_s = time.monotonic()
             try:
                 with self._database.begin() as conn:
-                    snapshot = report.snapshot(conn, self._run_id)
+                    snapshot = take_snapshot(conn, self._run_id)
                 self._reading = Reading(snapshot=snapshot, at_s=time.monotonic(), error=None)
             except DatabaseUnavailable as error:
                 self._reading = Reading(snapshot=self._reading.snapshot, at_s=self._reading.at_s, error=str(error))

@@ -15,6 +15,7 @@ from common.db import engines, episodes, groups, report, runs, steps, tasks, tur
 from common.db.episodes import Claim, Wakeup
 from common.db.examples import EXAMPLES, Answer, ask, run_example
 from common.db.session import Database
+from common.db.snapshot import take_snapshot
 from common.db.steps import TrainedEpisode
 from common.episode import (
     EpisodeState,
@@ -149,7 +150,7 @@ def played(database: Database) -> Iterator[PlayedRun]:
 
 
 def test_snapshot_of_a_run_that_has_just_begun(played: PlayedRun) -> None:
-    before = report.snapshot(played.conn, played.run.id)
+    before = take_snapshot(played.conn, played.run.id)
     assert before.state is RunState.ACTIVE
     assert before.version_newest == 0
     assert before.version_live is None
@@ -165,7 +166,7 @@ def test_snapshot_tells_waiting_from_working_in_each_stage(played: PlayedRun) ->
     played.claim(played.run_turns(played.init(claimed_sampled), versions=(0,)))
     played.play(scored, reward=0.25)
 
-    now = report.snapshot(played.conn, played.run.id)
+    now = take_snapshot(played.conn, played.run.id)
     stages = {stage: (c.waiting, c.working, c.done) for stage, c in now.stages.items()}
     assert stages == {Stage.INIT: (1, 1, 4), Stage.RUN: (1, 0, 3), Stage.EVAL: (1, 1, 1)}
     assert now.episodes[EpisodeState.SCORED] == 1
@@ -177,7 +178,7 @@ def test_snapshot_tells_waiting_from_working_in_each_stage(played: PlayedRun) ->
 def test_snapshot_counts_only_its_own_run(played: PlayedRun) -> None:
     played.play(played.feed(num_groups=1)[0], reward=1.0)
     other = PlayedRun(played.conn, CONFIG.model_copy(update={"name": "other"}))
-    now = report.snapshot(played.conn, other.run.id)
+    now = take_snapshot(played.conn, other.run.id)
     assert now.tokens_sampled == 0
     assert set(now.episodes.values()) == set(now.groups.values()) == {0}
 
@@ -190,7 +191,7 @@ def test_snapshot_follows_versions_engines_and_staleness(played: PlayedRun) -> N
         played.play(wakeup, reward=1.0, versions=(0, 1))
     played.train(version_in=0, lag_max=1.0)
     played.train(version_in=1, lag_max=0.0)
-    now = report.snapshot(played.conn, played.run.id)
+    now = take_snapshot(played.conn, played.run.id)
     assert (now.version_newest, now.version_live) == (2, 1)
     assert (now.lag_last, now.lag_max) == (0, 1)
     assert (now.groups[GroupState.TRAINED], now.groups[GroupState.OPEN]) == (4, 0)

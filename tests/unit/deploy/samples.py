@@ -8,7 +8,8 @@ from typing import Any
 
 from common.config import RunConfig, TrainConfig
 from common.db.examples import EXAMPLES, Answer
-from common.db.report import Snapshot, StageCounts, Summary, VersionReward
+from common.db.report import Summary
+from common.db.snapshot import Snapshot, StageCounts, VersionReward
 from common.episode import EpisodeState, GroupState, RunState, Stage
 from deploy.progress import Rates, View
 from deploy.report import Report, Seconds, Session

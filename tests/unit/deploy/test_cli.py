@@ -116,6 +116,14 @@ def test_flower_without_a_stack_says_so(tmp_path: Path) -> None:
     assert line == f"no stack runs on data folder {tmp_path}: start one with `rollmill up`"
 
 
+def test_flower_beside_a_broker_that_is_down_says_so(tmp_path: Path) -> None:
+    result = RUNNER.invoke(
+        app, ["flower", "--data-dir", str(tmp_path)], env={"ROLLMILL_BROKER_URL": "redis://:secret@127.0.0.1:1/0"}
+    )
+    assert isinstance(result.exception, SetupError)
+    assert str(result.exception).startswith("cannot use the broker redis://:***@127.0.0.1:1/0: ")
+
+
 def test_migrate_needs_a_database() -> None:
     assert "ROLLMILL_DATABASE_URL is not set" in refusal("migrate")
 

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from common.db.report import VersionReward
+from common.db.snapshot import VersionReward
 from common.episode import EpisodeState, RunState
 from deploy.progress import History, duration, last_reward
 from tests.unit.deploy.samples import CONFIG, make_snapshot

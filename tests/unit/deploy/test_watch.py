@@ -6,7 +6,7 @@ from signal import Signals
 
 import pytest
 
-from common.db.report import Snapshot
+from common.db.snapshot import Snapshot
 from common.episode import RunState
 from common.errors import SetupError
 from deploy.progress import View

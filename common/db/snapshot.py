@@ -1,0 +1,154 @@
+"""How a run stands at one moment, cheap enough to be asked twice a second by the live display."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from sqlalchemy import Connection, text
+
+from common.db import engines, runs
+from common.db.runs import Run
+from common.episode import EpisodeState, GroupState, RunState, Stage
+
+
+@dataclass(frozen=True, kw_only=True)
+class StageCounts:
+    """Where a run's episodes stand for one stage."""
+
+    waiting: int
+    """No worker has them."""
+    working: int
+    """A worker has claimed them."""
+    done: int
+    """They went past the stage; failed and cancelled ones are not counted."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class VersionReward:
+    """How the episodes did whose oldest token is of one policy version."""
+
+    version: int
+    episodes: int
+    mean_reward: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Snapshot:
+    """How a run stands at one moment."""
+
+    state: RunState
+    stages: Mapping[Stage, StageCounts]
+    episodes: Mapping[EpisodeState, int]
+    """Every state has an entry."""
+    groups: Mapping[GroupState, int]
+    """Every state has an entry."""
+    version_newest: int | None
+    """Newest published policy version; None = the trainer has not published its start weights yet."""
+    version_live: int | None
+    """Oldest version that an engine still samples from; None = no engine serves the run yet."""
+    lag_last: int | None
+    """Largest staleness in the last finished training step, in versions; None = none is finished."""
+    lag_max: int | None
+    """Largest staleness in any finished training step."""
+    tokens_sampled: int
+    """Over all episodes, in their present attempt."""
+    rewards: tuple[VersionReward, ...]
+    """Versions that have scored episodes, in order."""
+
+
+def take_snapshot(conn: Connection, run_id: int) -> Snapshot:
+    """How the run stands: one pass over its episodes, some 5 ms per ten thousand of them."""
+    episodes: Counter[EpisodeState] = Counter(dict.fromkeys(EpisodeState, 0))
+    working: Counter[EpisodeState] = Counter()
+    scored: dict[int, tuple[int, float]] = {}
+    tokens_sampled = 0
+    for row in conn.execute(
+        text(
+            """
+            SELECT state, claim_token IS NOT NULL AS claimed, version_min, count(*) AS num, sum(num_sampled) AS tokens,
+                   sum(reward) AS rewards
+              FROM episode WHERE run_id = :run_id GROUP BY 1, 2, 3 ORDER BY 3
+            """
+        ),
+        {"run_id": run_id},
+    ):
+        state = EpisodeState(row.state)
+        episodes[state] += row.num
+        working[state] += row.num if row.claimed else 0
+        tokens_sampled += row.tokens
+        if state is EpisodeState.SCORED and row.version_min is not None:
+            scored[row.version_min] = (row.num, row.rewards / row.num)
+    lags = _lags(conn, run_id)
+    return Snapshot(
+        state=_state(conn, run_id),
+        stages=_stages(episodes, working),
+        episodes=episodes,
+        groups=_groups(conn, run_id),
+        version_newest=_newest_version(conn, run_id),
+        version_live=engines.live_version(conn, run_id),
+        lag_last=lags[-1] if lags else None,
+        lag_max=max(lags, default=None),
+        tokens_sampled=tokens_sampled,
+        rewards=tuple(
+            VersionReward(version=version, episodes=num, mean_reward=mean) for version, (num, mean) in scored.items()
+        ),
+    )
+
+
+def _stages(episodes: Mapping[EpisodeState, int], working: Mapping[EpisodeState, int]) -> dict[Stage, StageCounts]:
+    way = (
+        (Stage.INIT, EpisodeState.NEW),
+        (Stage.RUN, EpisodeState.READY),
+        (Stage.EVAL, EpisodeState.SAMPLED),
+        (None, EpisodeState.SCORED),
+    )
+    return {
+        stage: StageCounts(
+            waiting=episodes[takes] - working[takes],
+            working=working[takes],
+            done=sum(episodes[later] for _, later in way[position + 1 :]),
+        )
+        for position, (stage, takes) in enumerate(way)
+        if stage is not None
+    }
+
+
+def _state(conn: Connection, run_id: int) -> RunState:
+    return RunState(conn.execute(text("SELECT state FROM run WHERE id = :id"), {"id": run_id}).scalar_one())
+
+
+def _groups(conn: Connection, run_id: int) -> dict[GroupState, int]:
+    rows = conn.execute(
+        text("SELECT state, count(*) AS num FROM episode_group WHERE run_id = :run_id GROUP BY state"),
+        {"run_id": run_id},
+    )
+    return dict.fromkeys(GroupState, 0) | {GroupState(row.state): row.num for row in rows}
+
+
+def _newest_version(conn: Connection, run_id: int) -> int | None:
+    newest: int | None = conn.execute(
+        text("SELECT max(number) FROM policy_version WHERE run_id = :run_id"), {"run_id": run_id}
+    ).scalar_one()
+    return newest
+
+
+def _lags(conn: Connection, run_id: int) -> list[int]:
+    """The largest staleness of each finished step, in order, as the trainer noted it; the summary counts anew."""
+    rows = conn.execute(
+        text(
+            """
+            SELECT CAST(CAST(metrics ->> 'lag_max' AS float8) AS int) AS lag FROM train_step
+             WHERE run_id = :run_id AND state = 'DONE' AND metrics ? 'lag_max' ORDER BY version_in
+            """
+        ),
+        {"run_id": run_id},
+    )
+    return [row.lag for row in rows]
+
+
+def newest_runs(conn: Connection, *, limit: int) -> list[Run]:
+    """The runs of the database, newest first."""
+    names = conn.execute(text("SELECT name FROM run ORDER BY id DESC LIMIT :limit"), {"limit": limit}).scalars().all()
+    return [run for name in names if (run := runs.find(conn, name)) is not None]
