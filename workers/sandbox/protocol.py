@@ -52,8 +52,12 @@ class Backend(Protocol):
         """What is stored with a handle."""
         ...
 
-    def create(self, episode_id: int, attempt: int, files: Mapping[str, str]) -> str:
-        """A new sandbox with these files (relative path -> text); returns its handle, a short text.
+    def handle(self, episode_id: int, attempt: int) -> str:
+        """The name that a sandbox of this attempt has, made or not."""
+        ...
+
+    def create(self, handle: str, files: Mapping[str, str]) -> None:
+        """Make the sandbox with these files (relative path -> text).
 
         What an earlier try of the same attempt left behind is replaced. Raises EpisodeError.
         """
