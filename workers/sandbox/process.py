@@ -97,10 +97,9 @@ async def run_process(
             timed_out = await _watch(process.pid, output, timeout_s)
         finally:
             loop.remove_reader(output.fd)
-            dead = await _kill(process.pid, inner())
-        if not dead:
-            raise EpisodeError(Outcome.SANDBOX_FAILED, f"process {process.pid} does not die")
-        returncode = process.wait()
+            if not await _kill(process.pid, inner()):
+                raise EpisodeError(Outcome.SANDBOX_FAILED, f"process {process.pid} does not die")
+            returncode = process.wait()
         # What it wrote before its end is in the pipe. A process that left the group may keep it open for ever.
         while output.num_bytes <= MAX_WRITTEN_BYTES and output.read():
             pass
