@@ -70,13 +70,16 @@ def read_report(database: Database, run: Run, *, session: Session | None) -> Rep
 
 
 def to_json(report: Report) -> dict[str, object]:
-    """The report as a JSON document."""
+    """The report as a JSON document. Versions from which nothing was sampled, such as the last, have no reward."""
+    rewards = {version: mean for version, mean in enumerate(report.summary.mean_reward_by_version) if mean is not None}
     document: dict[str, object] = {
         "run": report.config.name,
         "handler": report.config.handler,
         "seed": report.config.seed,
         "lag_bound": report.config.train.max_staleness,
         **asdict(report.summary),
+        "sampled_versions": list(rewards),
+        "mean_reward_by_version": list(rewards.values()),
     }
     if report.session is not None:
         document |= asdict(report.session)

@@ -29,8 +29,8 @@ def services(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Supervisor]:
 
 @pytest.fixture(scope="session")
 def postgres_url(services: Supervisor) -> str:
-    """A Postgres server of our own, or the one that ROLLMILL_TEST_DATABASE_URL names."""
-    if url := os.environ.get("ROLLMILL_TEST_DATABASE_URL"):
+    """A Postgres server of our own, or the one that TEST_DATABASE_URL names."""
+    if url := os.environ.get("TEST_DATABASE_URL"):
         return url
     server = prepare_postgres(services.folder)
     services.start(server.process)

@@ -14,24 +14,28 @@ from common.errors import SetupError
 from common.log import setup_logging
 from common.settings import settings
 
+STOPPED = 128 + signal.SIGTERM
+
 
 def main() -> int:
-    """Train one run to its end. Exit code 0 = finished or told to stop, 2 = something outside has to be mended."""
+    """Train one run to its end.
+
+    Exit code 0 = the run is over, STOPPED = told to stop before that, 2 = something outside has to be mended.
+    """
     parser = argparse.ArgumentParser(prog="python -m trainer", description="Trains one run from its scored episodes.")
     parser.add_argument("--config", type=Path, required=True, help="the run's TOML file")
     arguments = parser.parse_args()
-    _on_stop(lambda: sys.exit(0))
+    _on_stop(lambda: sys.exit(STOPPED))
     try:
         setup_logging(settings().log_level)
-        run_trainer(load_run_config(arguments.config))
+        return 0 if run_trainer(load_run_config(arguments.config)) else STOPPED
     except SetupError as error:
         sys.stderr.write(f"trainer: {error}\n")
         return 2
-    return 0
 
 
-def run_trainer(config: RunConfig) -> None:
-    """Connect to the database and train the run, unless it is over."""
+def run_trainer(config: RunConfig) -> bool:
+    """Connect to the database and train the run, unless it is over. False = stopped before its end."""
     database_url, broker_url = settings().require_database_url(), settings().require_broker_url()
 
     from common.db import runs
@@ -44,14 +48,14 @@ def run_trainer(config: RunConfig) -> None:
         with database.begin() as conn:
             run = runs.open_run(conn, config)
         if run.state in (RunState.FINISHED, RunState.STOPPED):
-            return
+            return True
         # Importing torch takes seconds: after the checks that do without.
         from trainer.loop import make_trainer
 
         trainer = make_trainer(run, database, data_dir=settings().data_dir.resolve(), broker_url=broker_url)
         stop = threading.Event()
         _on_stop(stop.set)
-        trainer.train(stop)
+        return trainer.train(stop)
     finally:
         database.dispose()
 

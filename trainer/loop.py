@@ -45,19 +45,20 @@ class Trainer:
     checkpoints: CheckpointStore
     broker_url: str
 
-    def train(self, stop: threading.Event) -> None:
-        """Train until the run's last version is published, the run is over, or `stop` is set."""
+    def train(self, stop: threading.Event) -> bool:
+        """Train until the run is over or `stop` is set; True = it is over."""
         version = self.resume()
         while version < self.run.config.train.num_versions:
             work = wait_for_work(self.database, self.run, version=version, stop=stop)
             if work is None:
                 logger.info("stopped run=%d version=%d", self.run.id, version)
-                return
+                return not stop.is_set()
             self.train_step(work)
             version += 1
         with self.database.begin() as conn:
             runs.finish(conn, self.run.id)
         logger.info("run finished run=%d version=%d", self.run.id, version)
+        return True
 
     def resume(self) -> int:
         """Stand where the run stands: load the newest version's state, see that engines can load it; its number."""

@@ -17,7 +17,7 @@ from common.db import episodes
 from common.db.episodes import Claim, Wakeup
 from common.db.session import Database
 from common.episode import EpisodeState, Stage
-from common.errors import DatabaseUnavailable, EpisodeError, LeaseLost, boundary
+from common.errors import DatabaseUnavailable, EpisodeError, LeaseLost, RollmillError, boundary
 from common.outcomes import Outcome
 from common.settings import Settings
 from workers.leases import Leases
@@ -36,6 +36,10 @@ class Done:
     outcome: Outcome | None = None
     reward: float | None = None
     reward_parts: Mapping[str, float] | None = None
+
+
+class Interrupted(RollmillError):
+    """The work was told to stop: the lease is lost, or the process is ending."""
 
 
 Work = Callable[[Claim], "Future[Done]"]
@@ -102,14 +106,13 @@ class StageWorker:
             with boundary(Outcome.HANDLER_FAILED, f"{self._stage} of {claim.handler}"):
                 future = self._work(claim)
                 with self._leases.held(claim.token, future.cancel):
-                    done = future.result()
-                    return self._hand_on(claim, done)
+                    return self._hand_on(claim, _result(future))
         except EpisodeError as error:
             logger.warning(
                 "stage failed stage=%s episode=%d attempt=%d %s", self._stage, claim.episode_id, claim.attempt, error
             )
             return self._retry(claim, error)
-        except CancelledError:
+        except Interrupted:
             if self._stopping.is_set():
                 return self._give_back(claim)
             raise LeaseLost(f"episode {claim.episode_id}: somebody else has it now") from None
@@ -146,3 +149,10 @@ class StageWorker:
     def _give_back(self, claim: Claim) -> list[Wakeup]:
         with self._database.begin() as conn:
             return episodes.release(conn, [claim.token], why="the worker is shutting down")
+
+
+def _result(future: Future[Done]) -> Done:
+    try:
+        return future.result()
+    except CancelledError:
+        raise Interrupted from None

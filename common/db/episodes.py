@@ -54,6 +54,8 @@ def claim(
 ) -> Claim | None:
     """Take the episode if it stands where the stage takes it and nobody holds it; None otherwise.
 
+    RUN takes none of a run that has no engine at all: it would only wait, and use up the episode's attempts.
+
     `configs` are run configurations that the caller has parsed before, by run id.
     """
     row = conn.execute(
@@ -63,7 +65,7 @@ def claim(
                SET claim_worker = :worker, claim_token = :token, lease_until = now() + :lease_s * interval '1 second'
               FROM episode_group g JOIN task t ON t.id = g.task_id JOIN run r ON r.id = g.run_id
              WHERE e.id = :id AND e.attempt = :attempt AND e.state = :takes AND e.claim_token IS NULL
-               AND g.id = e.group_id
+               AND g.id = e.group_id AND (:takes <> 'READY' OR EXISTS (SELECT FROM engine WHERE run_id = e.run_id))
             RETURNING e.group_id, e.run_id, e.prepared, e.outcome, t.handler, t.payload, r.config
             """
         ),
@@ -229,7 +231,10 @@ def reap(conn: Connection, *, max_attempts: int, limit: int = 500) -> list[Wakeu
 
 
 def resend(conn: Connection, *, after_s: float, limit: int = 500) -> list[Wakeup]:
-    """Unclaimed episodes that were announced longer than `after_s` ago: their message may be lost."""
+    """Unclaimed episodes that were announced longer than `after_s` ago: their message may be lost.
+
+    Episodes of a run without an engine stand still until it gets one.
+    """
     rows = conn.execute(
         text(
             """
@@ -237,6 +242,7 @@ def resend(conn: Connection, *, after_s: float, limit: int = 500) -> list[Wakeup
              WHERE id IN (SELECT id FROM episode
                            WHERE claim_token IS NULL AND state IN ('NEW', 'READY', 'SAMPLED')
                              AND enqueued_at < now() - :after_s * interval '1 second'
+                             AND run_id IN (SELECT run_id FROM engine)
                            ORDER BY enqueued_at LIMIT :limit FOR UPDATE SKIP LOCKED)
             RETURNING id, attempt, state
             """

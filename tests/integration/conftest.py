@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from common.config import RolloutConfig, RunConfig, TrainConfig
-from common.db import runs, tasks
+from common.db import engines, runs, tasks
 from common.db.session import Database
 from tests.integration.world import World
 
@@ -24,4 +24,5 @@ def world(database: Database) -> World:
         run = runs.open_run(conn, config)
         payloads = [(str(i), {"number": i}) for i in range(6)]
         tasks.load(conn, dataset=config.dataset_name, handler="calculator", payloads=payloads)
+        engines.register(conn, "http://engine", run_id=run.id)
         return World(database, run, tasks.ids(conn, config.dataset_name))

@@ -207,3 +207,12 @@ def test_a_trained_group_keeps_its_slot_until_its_version_is_live(world: World):
         conn.execute(text("UPDATE episode_group SET state = 'TRAINED' WHERE step_id = :id"), {"id": step.id})
         assert groups.num_in_flight(conn, world.run.id, live_version=0) == 2
         assert groups.num_in_flight(conn, world.run.id, live_version=1) == 0
+
+
+def test_a_run_without_an_engine_stands_still_and_uses_up_no_attempt(world: World):
+    ready = world.prepare(world.feed()[0])
+    with world.database.begin() as conn:
+        conn.execute(text("DELETE FROM engine"))
+    assert world.claim(ready) is None
+    with world.database.begin() as conn:
+        assert episodes.resend(conn, after_s=0) == []

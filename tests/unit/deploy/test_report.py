@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import replace
 from decimal import Decimal
 from io import StringIO
 from pathlib import Path
@@ -45,6 +46,14 @@ def test_json_has_what_a_check_needs() -> None:
         "state": "FINISHED",
     }
     assert {name: document[name] for name in expected} == expected
+
+
+def test_json_has_no_holes_where_nothing_was_sampled() -> None:
+    report = make_report()
+    holed = replace(report, summary=replace(report.summary, mean_reward_by_version=(0.1, None, 0.3, None)))
+    document = to_json(holed)
+    assert document["mean_reward_by_version"] == [0.1, 0.3]
+    assert document["sampled_versions"] == [0, 2]
 
 
 def test_json_of_a_run_looked_at_later_says_nothing_of_a_command() -> None:
