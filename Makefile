@@ -38,7 +38,7 @@ check: $(VENV)/.dev ## lint, types, import contracts, unit tests
 	@$(BIN)/ruff format --check -q .
 	@$(BIN)/mypy
 	@$(BIN)/lint-imports --no-cache
-	@$(BIN)/python -m pytest tests/unit tests/contracts -q $(ARGS)
+	@$(BIN)/python -m pytest tests/unit tests/contracts -q -n 2 --dist loadfile $(ARGS)
 
 services: ## install RabbitMQ and bubblewrap from Debian's packages where that is allowed
 	@sh tests/install_services.sh

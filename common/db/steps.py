@@ -67,19 +67,22 @@ def take_groups(conn: Connection, run_id: int, *, version_in: int, num_groups: i
     Groups whose oldest token is more than `max_staleness` versions behind `version_in`, or that have no baseline,
     are dropped and counted.
     """
-    dropped = _drop(conn, run_id, oldest=version_in - max_staleness)
-    ids = [
+    complete = [
         row.id
         for row in conn.execute(
             text(
                 """
                 SELECT id FROM episode_group WHERE run_id = :run_id AND state = 'COMPLETE'
-                 ORDER BY id LIMIT :num_groups FOR UPDATE SKIP LOCKED
+                 ORDER BY id FOR UPDATE SKIP LOCKED
                 """
             ),
-            {"run_id": run_id, "num_groups": num_groups},
+            {"run_id": run_id},
         )
     ]
+    # Only what was judged may be taken: a group that completes in between waits for the next call.
+    reasons = _drop(conn, complete, oldest=version_in - max_staleness)
+    dropped = Counter(reasons.values())
+    ids = [group_id for group_id in complete if group_id not in reasons][:num_groups]
     if len(ids) < num_groups:
         return Take(step=None, dropped=dropped)
     step_id = conn.execute(
@@ -93,26 +96,24 @@ def take_groups(conn: Connection, run_id: int, *, version_in: int, num_groups: i
     return Take(step=Step(id=step_id, run_id=run_id, version_in=version_in), dropped=dropped)
 
 
-def _drop(conn: Connection, run_id: int, *, oldest: int) -> Counter[DropReason]:
+def _drop(conn: Connection, group_ids: list[int], *, oldest: int) -> dict[int, DropReason]:
     rows = conn.execute(
         text(
             """
-            WITH complete AS (
-                SELECT id FROM episode_group WHERE run_id = :run_id AND state = 'COMPLETE' FOR UPDATE SKIP LOCKED
-            ), judged AS (
-                SELECT c.id, CASE WHEN min(e.version_min) < :oldest THEN 'stale'
-                                  WHEN count(*) FILTER (WHERE e.state = 'SCORED' AND e.outcome = ANY(:agent)) < 2
-                                  THEN 'too_few_samples' END AS reason
-                  FROM complete c JOIN episode e ON e.group_id = c.id GROUP BY c.id
+            WITH judged AS (
+                SELECT group_id, CASE WHEN min(version_min) < :oldest THEN 'stale'
+                                      WHEN count(*) FILTER (WHERE state = 'SCORED' AND outcome = ANY(:agent)) < 2
+                                      THEN 'too_few_samples' END AS reason
+                  FROM episode WHERE group_id = ANY(:ids) GROUP BY group_id
             )
             UPDATE episode_group g SET state = 'DROPPED', drop_reason = judged.reason
-              FROM judged WHERE g.id = judged.id AND judged.reason IS NOT NULL
-            RETURNING judged.reason
+              FROM judged WHERE g.id = judged.group_id AND judged.reason IS NOT NULL
+            RETURNING g.id, judged.reason
             """
         ),
-        {"run_id": run_id, "oldest": oldest, "agent": sorted(AGENT_OUTCOMES)},
+        {"ids": group_ids, "oldest": oldest, "agent": sorted(AGENT_OUTCOMES)},
     )
-    return Counter(DropReason(row.reason) for row in rows)
+    return {row.id: DropReason(row.reason) for row in rows}
 
 
 def load_groups(conn: Connection, step_id: int) -> list[ScoredGroup]:

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -216,3 +217,21 @@ def test_a_run_without_an_engine_stands_still_and_uses_up_no_attempt(world: Worl
     assert world.claim(ready) is None
     with world.database.begin() as conn:
         assert episodes.resend(conn, after_s=0) == []
+
+
+def test_a_stale_group_that_completes_during_a_take_is_not_taken(world: World):
+    wakeups = [wakeup for _ in range(10) for wakeup in world.feed(3)]
+    for wakeup in wakeups[:-1]:
+        world.sample(world.prepare(wakeup))
+
+    def complete() -> None:
+        for wakeup in wakeups[:-1]:
+            world.score(Wakeup(stage=Stage.EVAL, episode_id=wakeup.episode_id, attempt=1))
+
+    with ThreadPoolExecutor(1) as executor:
+        completing = executor.submit(complete)
+        while not completing.done():
+            with world.database.begin() as conn:
+                take = steps.take_groups(conn, world.run.id, version_in=9, num_groups=1, max_staleness=1)
+            assert take.step is None
+        completing.result()
