@@ -29,7 +29,7 @@ EPISODE_SLACK = 8
 GROUP_SLACK = 2
 """The same for an episode's first turn: siblings share a prompt, and with it the engine's prefix cache."""
 MIN_BACKOFF_S = 0.5
-MAX_BACKOFF_S = 8.0
+MAX_BACKOFF_S = 2.0
 MAX_REMEMBERED = 10_000
 """Episodes and groups whose engine is remembered, the latest ones. Forgetting one costs a prefill."""
 

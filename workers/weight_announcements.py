@@ -80,10 +80,3 @@ class AnnouncementListener:
 
     def _hear(self, message: object) -> None:
         self._on_announce()
-
-
-def listen(broker_url: str, on_announce: Callable[[], object]) -> AnnouncementListener:
-    """Hear announcements from now on, in a thread; `stop` it at the end."""
-    listener = AnnouncementListener(broker_url, on_announce)
-    listener.start()
-    return listener

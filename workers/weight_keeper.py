@@ -117,7 +117,7 @@ class WeightKeeper:
         except EngineError as error:
             await self._failed(engine, error, quarantine_after=QUARANTINE_AFTER, known=False)
         except DatabaseUnavailable as error:
-            self._report(engine.id, f"engine {engine.url} is left alone while the database is away: {error}")
+            self._report(engine.id, f"weights not loaded engine={engine.url}: the database is away: {error}")
         except Exception:
             logger.exception("weight keeper failed engine=%s", engine.url)
         finally:
@@ -179,7 +179,7 @@ class WeightKeeper:
         await self._client.resume(url)
 
     async def _resume_forgotten(self, engine: EngineRow) -> None:
-        logger.warning("engine was left paused, by a keeper that died or by hand: resumed engine=%s", engine.url)
+        logger.warning("engine was left paused, by a keeper that died or by hand; resuming it engine=%s", engine.url)
         await self._resume(engine.url)
 
     async def _verify(self, target: PolicyVersion) -> None:
@@ -191,7 +191,7 @@ class WeightKeeper:
 
     async def _failed(self, engine: EngineRow, error: Exception, *, quarantine_after: int, known: bool) -> None:
         """`known`: whether the engine still serves what the database says."""
-        self._report(engine.id, f"engine {engine.url} does not get its weights: {error}")
+        self._report(engine.id, f"weights not loaded engine={engine.url}: {error}")
         try:
             await asyncio.to_thread(self._store_failure, engine, str(error), quarantine_after, known)
         except DatabaseUnavailable:

@@ -94,7 +94,7 @@ def failed(conn: Connection, engine_id: int, *, owner: str, error: str, quaranti
         text(
             """
             UPDATE engine SET failures = failures + 1, error = :error,
-                   retry_at = now() + least(power(2, least(failures, 5)) * 0.25, 8) * interval '1 second',
+                   retry_at = now() + least(power(2, least(failures, 5)) * 0.25, 2) * interval '1 second',
                    state = CASE WHEN failures + 1 >= :quarantine_after AND state = 'SERVING'
                                 THEN 'QUARANTINED' ELSE state END
              WHERE id = :id AND owner = :owner

@@ -12,7 +12,7 @@ from kombu.entity import Exchange
 from common.queues import WEIGHTS_EXCHANGE
 from deploy.broker import prepare_valkey
 from deploy.supervisor import Supervisor
-from workers.weight_announcements import AnnouncementListener, listen
+from workers.weight_announcements import AnnouncementListener
 
 WITHIN_S = 20.0
 
@@ -41,7 +41,8 @@ def heard() -> threading.Semaphore:
 
 @pytest.fixture
 def listener(broker_url: str, heard: threading.Semaphore) -> Iterator[AnnouncementListener]:
-    listener = listen(broker_url, heard.release)
+    listener = AnnouncementListener(broker_url, heard.release)
+    listener.start()
     assert listener.listening.wait(WITHIN_S)
     yield listener
     listener.stop()
@@ -65,7 +66,8 @@ def test_each_announcement_is_heard(
 
 def test_all_listeners_hear_it(listener: AnnouncementListener, heard: threading.Semaphore, broker_url: str) -> None:
     other_heard = threading.Semaphore(0)
-    other = listen(broker_url, other_heard.release)
+    other = AnnouncementListener(broker_url, other_heard.release)
+    other.start()
     assert other.listening.wait(WITHIN_S)
     announce(broker_url)
     assert heard.acquire(timeout=WITHIN_S)

@@ -12,7 +12,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
-from common.errors import EpisodeError
+from common.errors import EpisodeError, SetupError
 from common.outcomes import Outcome
 
 AGENT_UID = 65_432
@@ -29,12 +29,14 @@ class SandboxFolders:
 
     @classmethod
     def below(cls, data_dir: Path) -> SandboxFolders:
-        """Make the root. Raises EpisodeError when that can't be done."""
+        """Make the root. Raises SetupError when that can't be done."""
         root = data_dir.resolve() / "sandboxes"
         try:
             root.mkdir(mode=0o700, parents=True, exist_ok=True)
         except OSError as error:
-            raise EpisodeError(Outcome.SANDBOX_FAILED, f"cannot make {root}: {error.strerror}") from error
+            raise SetupError(
+                f"cannot make {root}: {error.strerror}; set ROLLMILL_DATA_DIR to a folder of yours"
+            ) from error
         return cls(root=root)
 
     def path(self, handle: str) -> Path:

@@ -8,12 +8,13 @@ from kombu.connection import Connection
 from kombu.entity import Exchange
 
 from common.queues import WEIGHTS_EXCHANGE
-from workers.weight_announcements import listen
+from workers.weight_announcements import AnnouncementListener
 
 
 def test_hears_the_fanout_exchange() -> None:
     heard = threading.Event()
-    listener = listen("memory://announcements", heard.set)
+    listener = AnnouncementListener("memory://announcements", heard.set)
+    listener.start()
     assert listener.listening.wait(5)
     exchange = Exchange(WEIGHTS_EXCHANGE, type="fanout")
     with Connection("memory://announcements") as connection:
@@ -26,7 +27,8 @@ def test_hears_the_fanout_exchange() -> None:
 def test_a_broker_that_is_away_neither_ends_nor_holds_the_thread() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-    listener = listen(f"redis://127.0.0.1:{port}/0", lambda: None)
+    listener = AnnouncementListener(f"redis://127.0.0.1:{port}/0", lambda: None)
+    listener.start()
     assert not listener.listening.wait(0.3)
     assert listener.alive
     started = time.monotonic()

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from common.errors import EpisodeError
+from common.errors import EpisodeError, SetupError
 from common.outcomes import Outcome
 from workers.sandbox.backend import FolderBackend
 from workers.sandbox.folder import SandboxFolders, remove_tree
@@ -61,6 +61,12 @@ def test_a_link_in_its_place_is_no_sandbox(folders: SandboxFolders, tmp_path: Pa
 
 def test_the_root_is_closed_to_others(folders: SandboxFolders) -> None:
     assert folders.root.stat().st_mode & 0o777 == 0o700
+
+
+def test_a_root_that_cannot_be_made_names_the_setting(tmp_path: Path) -> None:
+    (tmp_path / "taken").write_text("")
+    with pytest.raises(SetupError, match="ROLLMILL_DATA_DIR"):
+        SandboxFolders.below(tmp_path / "taken")
 
 
 def test_destroying_twice_is_no_error(folders: SandboxFolders) -> None:
