@@ -91,8 +91,8 @@ class FleetProcess:
         listener.start()
         self._close += [listener.stop, keeping.cancel, lambda: loop.submit(client.close()).result(5), loop.close]
         stage = Run(
-            self.database,
-            pool,
+            database=self.database,
+            engines=pool,
             handler=handler_named,
             renderer=renderer_of,
             backend=open_backend(self._settings.data_dir),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
@@ -35,23 +36,17 @@ class RunRenderer(Renderer, Protocol):
     stop_ids: tuple[int, ...]
 
 
+@dataclass(frozen=True, kw_only=True)
 class Run:
     """The stage's function and what it needs."""
 
-    def __init__(
-        self,
-        database: Database,
-        engines: Engines,
-        *,
-        handler: Callable[[str], Handler],
-        renderer: Callable[[Path], RunRenderer],
-        backend: Backend,
-    ) -> None:
-        self._database = database
-        self._engines = engines
-        self._handler = handler
-        self._renderer = renderer
-        self._backend = backend
+    database: Database
+    engines: Engines
+    handler: Callable[[str], Handler]
+    """Handler by name."""
+    renderer: Callable[[Path], RunRenderer]
+    """Renderer of a model folder."""
+    backend: Backend
 
     async def __call__(self, claim: Claim) -> Done:
         prepared = PreparedEpisode.model_validate(claim.prepared)
@@ -69,7 +64,7 @@ class Run:
         return Done(to=EpisodeState.SAMPLED, why=outcome, outcome=outcome)
 
     def _load(self, claim: Claim) -> list[Turn]:
-        with self._database.begin() as conn:
+        with self.database.begin() as conn:
             return turns.load(conn, claim.episode_id, claim.attempt)
 
 
@@ -79,19 +74,19 @@ class _Playing:
     def __init__(self, stage: Run, claim: Claim, prepared: PreparedEpisode, *, spent_s: float) -> None:
         self._stage = stage
         self._claim = claim
-        self._handler = stage._handler(claim.handler)
+        self._handler = stage.handler(claim.handler)
         self._num_requests = 0
         self._sandbox: SandboxSession | None = None
         if prepared.sandbox is not None:
             with boundary(Outcome.SANDBOX_FAILED, f"sandbox {prepared.sandbox}"):
-                self._sandbox = stage._backend.attach(prepared.sandbox)
-        self.renderer = stage._renderer(claim.config.model)
+                self._sandbox = stage.backend.attach(prepared.sandbox)
+        self.renderer = stage.renderer(claim.config.model)
         self.spent_s = spent_s
         """Time in requests and tools; waiting for an engine is not the agent's."""
 
     async def generate(self, prompt_ids: list[int]) -> Generated:
         self._num_requests += 1
-        generated = await self._stage._engines.generate(
+        generated = await self._stage.engines.generate(
             self._claim,
             prompt_ids,
             request_id=f"{self._claim.token}-{self._num_requests}",
@@ -111,5 +106,5 @@ class _Playing:
         await asyncio.to_thread(self._save, turn)
 
     def _save(self, turn: Turn) -> None:
-        with self._stage._database.begin() as conn:
+        with self._stage.database.begin() as conn:
             turns.save(conn, self._claim, turn)
