@@ -86,10 +86,9 @@ class FleetProcess:
         listener = AnnouncementListener(
             self._settings.require_broker_url(), lambda: loop.loop.call_soon_threadsafe(keeper.announce)
         )
-        keeping = loop.submit(keeper.run())
-        keeping.add_done_callback(_end_process_on_error)
+        loop.submit(_keep(keeper, client)).add_done_callback(_end_process_on_error)
         listener.start()
-        self._close += [listener.stop, keeping.cancel, lambda: loop.submit(client.close()).result(5), loop.close]
+        self._close += [listener.stop, loop.close]
         stage = Run(
             database=self.database,
             engines=pool,
@@ -109,6 +108,12 @@ class FleetProcess:
             close()
         self._leases.close()
         self.database.dispose()
+
+
+async def _keep(keeper: WeightKeeper, client: EngineClient) -> None:
+    # Cancelled, the keeper still resumes what it paused: the client is closed after that.
+    async with client:
+        await keeper.run()
 
 
 def _end_process_on_error(keeping: Future[None]) -> None:

@@ -11,7 +11,7 @@ from alembic import command
 from alembic.config import Config
 from alembic.runtime.migration import MigrationContext
 from alembic.script import ScriptDirectory
-from sqlalchemy import Connection, Engine, create_engine, text
+from sqlalchemy import Connection, Engine, create_engine, make_url, text
 from sqlalchemy.exc import ArgumentError, InterfaceError, OperationalError
 
 from common.errors import DatabaseUnavailable, SetupError
@@ -31,17 +31,21 @@ class Database:
     def connect(cls, url: str, *, pool_size: int = 8) -> Database:
         """Make the pool and try it. Raises SetupError that says what is wrong with the URL or the server."""
         try:
-            engine = create_engine(
-                url.replace("postgresql://", "postgresql+psycopg2://", 1),
-                pool_size=pool_size,
-                max_overflow=pool_size,
-                pool_pre_ping=True,
-                connect_args={"connect_timeout": CONNECT_TIMEOUT_S, "application_name": "rollmill"},
-            )
+            parsed = make_url(url)
         except ArgumentError:
+            parsed = None
+        if parsed is None or parsed.drivername not in ("postgresql", "postgres"):
             raise SetupError(
-                f"database URL {masked(url)!r} is malformed: give postgresql://user:password@host:port/name"
-            ) from None
+                f"database URL {masked(url)!r} is not of the form postgresql://user:password@host:port/name. "
+                "Check ROLLMILL_DATABASE_URL"
+            )
+        engine = create_engine(
+            parsed.set(drivername="postgresql+psycopg2"),
+            pool_size=pool_size,
+            max_overflow=pool_size,
+            pool_pre_ping=True,
+            connect_args={"connect_timeout": CONNECT_TIMEOUT_S, "application_name": "rollmill"},
+        )
         database = cls(engine)
         try:
             with database.begin() as conn:

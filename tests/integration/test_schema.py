@@ -43,7 +43,8 @@ def test_an_empty_database_says_how_to_migrate(database: Database):
     [
         (lambda url: url + "_missing", "does not exist"),
         (lambda url: "postgresql://a:b@127.0.0.1:1/none", "refused"),
-        (lambda url: "not a url", "malformed"),
+        (lambda url: "not a url", "is not of the form postgresql://"),
+        (lambda url: url.replace("postgresql", "mysql"), "is not of the form postgresql://"),
     ],
 )
 def test_a_wrong_url_is_one_clear_line(database_url: str, change: Callable[[str], str], expected: str):
