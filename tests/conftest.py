@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from uuid import uuid4
 
@@ -11,43 +14,47 @@ import psycopg2
 import pytest
 
 from common.db.session import Database, migrate
-from common.errors import SetupError
-from deploy.folder import DataFolder
-from deploy.postgres import prepare_postgres
-from deploy.rabbitmq import prepare_rabbitmq
-from deploy.supervisor import Supervisor
 
 IN_CI = bool(os.environ.get("CI"))
 
 
-@pytest.fixture(scope="session")
-def services(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Supervisor]:
-    """A supervisor for the servers of this test session."""
-    with DataFolder(tmp_path_factory.mktemp("services")) as folder, Supervisor(folder) as supervisor:
-        yield supervisor
+@contextmanager
+def server(kind: str, folder: Path) -> Iterator[str]:
+    """URL of a server of our own. One that is not installed fails the tests in CI and skips them on a laptop."""
+    argv = [sys.executable, "-m", "tests.servers", str(folder), kind]
+    with subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        line = process.stdout.readline().strip()
+        if "://" not in line:
+            if IN_CI:
+                pytest.fail(f"no {kind}: {line}")
+            pytest.skip(line)
+        yield line
+        process.communicate()
 
 
 @pytest.fixture(scope="session")
-def postgres_url(services: Supervisor) -> str:
+def postgres_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """A Postgres server of our own, or the one that TEST_DATABASE_URL names."""
     if url := os.environ.get("TEST_DATABASE_URL"):
-        return url
-    server = prepare_postgres(services.folder)
-    services.start(server.process)
-    return server.url
+        yield url
+        return
+    with server("postgres", tmp_path_factory.mktemp("postgres")) as url:
+        yield url
 
 
 @pytest.fixture(scope="session")
-def rabbitmq_url(services: Supervisor) -> str:
-    """A private RabbitMQ node. Missing, it fails the tests in CI and skips them on a laptop."""
-    try:
-        server = prepare_rabbitmq(services.folder)
-    except SetupError as error:
-        if IN_CI:
-            raise
-        pytest.skip(str(error))
-    services.start(*server.helpers, server.process)
-    return server.url
+def rabbitmq_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """A private RabbitMQ node."""
+    with server("rabbitmq", tmp_path_factory.mktemp("rabbitmq")) as url:
+        yield url
+
+
+@pytest.fixture(scope="session")
+def valkey_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """A valkey server."""
+    with server("valkey", tmp_path_factory.mktemp("valkey")) as url:
+        yield url
 
 
 @pytest.fixture(scope="session")

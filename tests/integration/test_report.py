@@ -57,6 +57,7 @@ class PlayedRun:
         tasks.load(self.conn, dataset="played", handler="calculator", payloads=payloads)
         self.task_ids = tasks.ids(self.conn, "played")
         versions.publish(self.conn, self.run.id, 0, START_WEIGHTS)
+        engines.register(self.conn, f"http://{self.config.name}", run_id=self.run.id)
 
     def feed(self, *, num_groups: int) -> list[Wakeup]:
         """Make groups; the episodes in order."""
@@ -184,7 +185,6 @@ def test_snapshot_counts_only_its_own_run(played: PlayedRun) -> None:
 
 
 def test_snapshot_follows_versions_engines_and_staleness(played: PlayedRun) -> None:
-    engines.register(played.conn, "http://127.0.0.1:1", run_id=played.run.id)
     (engine,) = engines.own(played.conn, "keeper", lease_s=60)
     engines.loaded(played.conn, engine.id, owner="keeper", version=1)
     for wakeup in played.feed(num_groups=4):

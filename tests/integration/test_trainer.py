@@ -19,7 +19,7 @@ from sqlalchemy import text
 from sqlalchemy.exc import IntegrityError
 
 from common.config import RolloutConfig, RunConfig, TrainConfig
-from common.db import episodes, report, runs, steps, tasks, turns, versions
+from common.db import engines, episodes, report, runs, steps, tasks, turns, versions
 from common.db.session import Database
 from common.db.versions import PolicyVersion
 from common.episode import (
@@ -65,6 +65,7 @@ def world(database: Database, start_folder: Path) -> World:
     )
     with database.begin() as conn:
         run = runs.open_run(conn, config)
+        engines.register(conn, "http://engine", run_id=run.id)
         tasks.load(conn, dataset=config.dataset_name, handler="calculator", payloads=[(str(i), {}) for i in range(4)])
         return World(database, run, tasks.ids(conn, config.dataset_name))
 

@@ -10,8 +10,6 @@ from kombu.connection import Connection
 from kombu.entity import Exchange
 
 from common.queues import WEIGHTS_EXCHANGE
-from deploy.broker import prepare_valkey
-from deploy.supervisor import Supervisor
 from workers.weight_announcements import AnnouncementListener
 
 WITHIN_S = 20.0
@@ -27,11 +25,9 @@ def amqp_url(rabbitmq_url: str) -> str:
     return rabbitmq_url
 
 
-@pytest.fixture(scope="session")
-def redis_url(services: Supervisor) -> str:
-    server = prepare_valkey(services.folder)
-    services.start(*server.helpers, server.process)
-    return server.url
+@pytest.fixture
+def redis_url(valkey_url: str) -> str:
+    return valkey_url
 
 
 @pytest.fixture
