@@ -49,7 +49,7 @@ class Trainer:
         """Train until the run is over or `stop` is set; True = it is over."""
         version = self.resume()
         while version < self.run.config.train.num_versions:
-            work = wait_for_work(self.database, self.run, version=version, stop=stop)
+            work = wait_for_work(self.database, self.run, version=version, stop=stop, look_up=self.ensure_published)
             if work is None:
                 logger.info("stopped run=%d version=%d", self.run.id, version)
                 return not stop.is_set()
@@ -67,19 +67,25 @@ class Trainer:
         version = 0 if newest is None else newest.number
         if version > 0:
             self.policy.restore(self.checkpoints.load(version))
-        try:
-            if newest is not None:
-                verify(newest.path, newest.manifest_sha256)
-        except WeightsDamaged as error:
-            logger.warning("publishing again run=%d version=%d: %s", self.run.id, version, error)
-            newest = None
-        if newest is None:
-            published = self.publish(version)
-            with self.database.begin() as conn:
-                versions.publish(conn, self.run.id, version, published)
+        self.ensure_published()
         announce(self.broker_url, run_id=self.run.id, version=version)
         logger.info("training run=%d from version=%d", self.run.id, version)
         return version
+
+    def ensure_published(self) -> None:
+        """See that engines can load the newest version: publish it again when its folder is gone or damaged."""
+        with self.database.begin() as conn:
+            newest = versions.newest(conn, self.run.id)
+        version = 0 if newest is None else newest.number
+        try:
+            if newest is not None:
+                verify(newest.path, newest.manifest_sha256)
+                return
+        except WeightsDamaged as error:
+            logger.warning("publishing again run=%d version=%d: %s", self.run.id, version, error)
+        published = self.publish(version)
+        with self.database.begin() as conn:
+            versions.publish(conn, self.run.id, version, published)
 
     def train_step(self, work: Work) -> None:
         """One step, from groups to a published version that is marked done with them."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from common.db import runs, steps
@@ -16,7 +17,7 @@ from common.episode import RunState
 logger = logging.getLogger(__name__)
 
 POLL_S = 0.1
-REPORT_WAIT_EVERY_S = 30.0
+LOOK_UP_EVERY_S = 10.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,11 +30,13 @@ class Work:
     """How long the trainer waited for the groups."""
 
 
-def wait_for_work(database: Database, run: Run, *, version: int, stop: threading.Event) -> Work | None:
+def wait_for_work(
+    database: Database, run: Run, *, version: int, stop: threading.Event, look_up: Callable[[], None]
+) -> Work | None:
     """The step that trains `version`: one left OPEN by an earlier process, else as soon as groups are complete.
 
     Waits for complete groups, without end as long as the run goes on; wakes at every poll, on `stop` and when the run
-    is over. Returns None in the last two cases.
+    is over. Returns None in the last two cases. `look_up` is called now and then: why does nothing come?
     """
     started = reported = time.monotonic()
     while not stop.is_set():
@@ -44,8 +47,9 @@ def wait_for_work(database: Database, run: Run, *, version: int, stop: threading
                 return Work(step=step, groups=tuple(steps.load_groups(conn, step.id)), wait_s=wait_s)
         if _is_over(database, run):
             return None
-        if time.monotonic() - reported > REPORT_WAIT_EVERY_S:
+        if time.monotonic() - reported > LOOK_UP_EVERY_S:
             reported = time.monotonic()
+            look_up()
             logger.info("still waiting for groups run=%d version=%d wait_s=%.0f", run.id, version, reported - started)
         stop.wait(POLL_S)
     return None

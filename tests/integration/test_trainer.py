@@ -168,7 +168,7 @@ def test_step_that_was_published_but_not_committed_is_replayed_alike(
     first.resume()
     start = wait_for_version(world, 0)
     play(world, start)
-    work = wait_for_work(world.database, world.run, version=0, stop=threading.Event())
+    work = wait_for_work(world.database, world.run, version=0, stop=threading.Event(), look_up=lambda: None)
     assert work is not None
     in_the_way = work.groups[1].episodes[1].episode_id
     with world.database.begin() as conn:
@@ -184,7 +184,7 @@ def test_step_that_was_published_but_not_committed_is_replayed_alike(
 
     second = new_trainer()
     assert second.resume() == 0
-    replay = wait_for_work(world.database, world.run, version=0, stop=threading.Event())
+    replay = wait_for_work(world.database, world.run, version=0, stop=threading.Event(), look_up=lambda: None)
     assert replay is not None
     assert replay.step == work.step
     second.train_step(replay)
@@ -199,7 +199,7 @@ def test_step_that_was_published_but_not_committed_is_replayed_alike(
 def one_step(world: World, trainer: Trainer) -> PolicyVersion:
     version = trainer.resume()
     play(world, wait_for_version(world, version))
-    work = wait_for_work(world.database, world.run, version=version, stop=threading.Event())
+    work = wait_for_work(world.database, world.run, version=version, stop=threading.Event(), look_up=lambda: None)
     assert work is not None
     trainer.train_step(work)
     return wait_for_version(world, version + 1)
@@ -216,15 +216,18 @@ def test_restart_goes_on_with_the_same_weights_and_optimizer(world: World, new_t
 
 
 @pytest.mark.parametrize("how", ["gone", "damaged"])
-def test_weights_folder_is_written_again_at_the_next_start(
-    world: World, new_trainer: Callable[[], Trainer], how: str
-) -> None:
-    published = one_step(world, new_trainer())
+@pytest.mark.parametrize("when", ["at the next start", "while waiting for groups"])
+def test_weights_folder_is_written_again(world: World, new_trainer: Callable[[], Trainer], how: str, when: str) -> None:
+    trainer = new_trainer()
+    published = one_step(world, trainer)
     if how == "gone":
         shutil.rmtree(published.path)
     else:
         (published.path / "model.safetensors").write_bytes(b"nothing")
-    assert new_trainer().resume() == 1
+    if when == "at the next start":
+        assert new_trainer().resume() == 1
+    else:
+        trainer.ensure_published()
     assert newest(world) == published
     verify(published.path, published.manifest_sha256)
 
@@ -248,7 +251,7 @@ def test_refused_write_is_one_line_and_leaves_the_step_to_be_replayed(
     trainer = new_trainer()
     trainer.resume()
     play(world, wait_for_version(world, 0))
-    work = wait_for_work(world.database, world.run, version=0, stop=threading.Event())
+    work = wait_for_work(world.database, world.run, version=0, stop=threading.Event(), look_up=lambda: None)
     assert work is not None
     shutil.rmtree(tmp_path / folder, ignore_errors=True)
     (tmp_path / folder).write_text("in the way")
