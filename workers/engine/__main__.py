@@ -81,6 +81,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run until told to stop; returns the exit code. What a person can mend is one line on stderr and code 1."""
     args = _parse(argv)
     setup_logging(args.log_level)
+    # It grumbles about a wrong configuration before we say what is wrong.
+    logging.getLogger("transformers").setLevel(logging.ERROR)
     torch.set_num_threads(1)
     try:
         with _bind(args.host, args.port) as listener:
