@@ -18,9 +18,8 @@ from common.outcomes import Outcome
 from common.weights import Published
 from tests.integration.world import World, make_turn
 
-MAX_ATTEMPTS = 3
+MAX_ATTEMPTS = 2
 MAX_STALENESS = 1
-RESUMED = "the lease ran out"
 PUBLISHED = Published(path=Path("weights"), manifest_sha256="0" * 64)
 
 

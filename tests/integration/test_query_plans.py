@@ -171,20 +171,14 @@ def test_the_feeder_counts_a_long_run_right(big: World) -> None:
 
 
 def test_claims_are_fast_on_the_tables_of_a_long_run(big: World) -> None:
-    """A machine that is busy with other things gets several rounds; one in which it looks after us must be fast."""
-    p95s: list[float] = []
-    while len(p95s) < 10 and min(p95s, default=1.0) >= MAX_CLAIM_S:
-        p95s.append(claim_p95(big))
-    assert min(p95s) < MAX_CLAIM_S, p95s
-
-
-def claim_p95(big: World) -> float:
-    """Time in seconds that 95 % of 200 claims stay under."""
+    """An empty statement before each claim tells what the machine is busy with apart from what the claim takes."""
     with big.database.engine.connect() as conn:
         wakeups = [*waiting(conn, EpisodeState.NEW, 100), *waiting(conn, EpisodeState.READY, 100)]
         with times_of(conn) as times:
             for wakeup in wakeups:
+                conn.execute(text("SELECT 1"))
                 claim(conn, wakeup)
         conn.rollback()
-    assert len(times) == 200
-    return sorted(times)[189]
+    assert len(times) == 400
+    floor_s, claim_s = (sorted(part)[189] for part in (times[::2], times[1::2]))
+    assert claim_s - floor_s < MAX_CLAIM_S, f"p95 of a claim {claim_s:.4f} s, of an empty statement {floor_s:.4f} s"
