@@ -68,13 +68,20 @@ def template_database(postgres_url: str) -> str:
     return name
 
 
-@pytest.fixture
-def database_url(postgres_url: str, template_database: str) -> Iterator[str]:
-    """URL of an empty, migrated database of this test's own."""
+@contextmanager
+def clone(postgres_url: str, template_database: str) -> Iterator[str]:
+    """URL of a new database like the template; it is dropped at the end of the block."""
     name = f"test_{uuid4().hex[:8]}"
     _execute(postgres_url, f"CREATE DATABASE {name} TEMPLATE {template_database}")
     yield _url(postgres_url, name)
     _execute(postgres_url, f"DROP DATABASE {name} WITH (FORCE)")
+
+
+@pytest.fixture
+def database_url(postgres_url: str, template_database: str) -> Iterator[str]:
+    """URL of an empty, migrated database of this test's own."""
+    with clone(postgres_url, template_database) as url:
+        yield url
 
 
 @pytest.fixture

@@ -257,6 +257,7 @@ _NEEDS_SANDBOX = "(state = 'NEW' OR (state = 'READY' AND prepared -> 'sandbox' <
 _START_OVER = """
     state = held.to_state,
     attempt = e.attempt + CASE WHEN held.afresh THEN 1 ELSE 0 END,
+    prepared = CASE WHEN held.afresh THEN NULL ELSE e.prepared END,
     num_turns = CASE WHEN held.afresh THEN 0 ELSE e.num_turns END,
     num_sampled = CASE WHEN held.afresh THEN 0 ELSE e.num_sampled END,
     version_min = CASE WHEN held.afresh THEN NULL ELSE e.version_min END,

@@ -19,8 +19,8 @@ def num_in_flight(conn: Connection, run_id: int, *, live_version: int) -> int:
             """
             SELECT (SELECT count(*) FROM episode_group
                      WHERE run_id = :run_id AND state IN ('OPEN', 'COMPLETE', 'TAKEN'))
-                 + (SELECT count(*) FROM episode_group g JOIN train_step s ON s.id = g.step_id
-                     WHERE s.run_id = :run_id AND s.version_in >= :live_version AND g.state = 'TRAINED')
+                 + (SELECT coalesce(sum(num_groups), 0) FROM train_step
+                     WHERE run_id = :run_id AND version_in >= :live_version)
             """
         ),
         {"run_id": run_id, "live_version": live_version},
@@ -29,11 +29,8 @@ def num_in_flight(conn: Connection, run_id: int, *, live_version: int) -> int:
 
 
 def num_not_dropped(conn: Connection, run_id: int) -> int:
-    """Groups of the run that were trained or may still be."""
-    count: int = conn.execute(
-        text("SELECT count(*) FROM episode_group WHERE run_id = :run_id AND state <> 'DROPPED'"), {"run_id": run_id}
-    ).scalar_one()
-    return count
+    """Groups of the run that were trained or may still be: all of them count since version 0."""
+    return num_in_flight(conn, run_id, live_version=0)
 
 
 def create(conn: Connection, *, run_id: int, task_ids: list[int], size: int) -> list[Wakeup]:

@@ -263,6 +263,8 @@ class TrainStep(Base):
     version_in: Mapped[int]
     """The version that is trained; the step makes version_in + 1."""
     state: Mapped[str] = mapped_column(server_default="OPEN")
+    num_groups: Mapped[int] = mapped_column(server_default="0")
+    """Groups that it trained; 0 until it is DONE. The sum over a run's steps is the number of its TRAINED groups."""
     metrics: Mapped[dict[str, Any] | None]
     started_at: Mapped[datetime] = mapped_column(server_default=text("clock_timestamp()"))
     finished_at: Mapped[datetime | None]

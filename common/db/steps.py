@@ -10,6 +10,7 @@ from sqlalchemy import Connection, text
 
 from common.db import turns, versions
 from common.episode import DropReason, ScoredEpisode
+from common.errors import SetupError
 from common.outcomes import AGENT_OUTCOMES
 from common.weights import Published
 
@@ -107,7 +108,7 @@ def _drop(conn: Connection, group_ids: list[int], *, oldest: int) -> dict[int, D
                   FROM episode WHERE group_id = ANY(:ids) GROUP BY group_id
             )
             UPDATE episode_group g SET state = 'DROPPED', drop_reason = judged.reason
-              FROM judged WHERE g.id = judged.group_id AND judged.reason IS NOT NULL
+              FROM judged WHERE g.id = ANY(:ids) AND g.id = judged.group_id AND judged.reason IS NOT NULL
             RETURNING g.id, judged.reason
             """
         ),
@@ -132,19 +133,35 @@ def finish_step(
     metrics: dict[str, float],
     trained: list[TrainedEpisode],
 ) -> None:
-    """Step DONE, groups TRAINED, version published, episodes accounted for: one transaction, all or nothing."""
-    conn.execute(
+    """Step DONE, groups TRAINED, version published, episodes accounted for: one transaction, all or nothing.
+
+    Raises SetupError if the step is not OPEN: another trainer of the run has finished it.
+    """
+    done = conn.execute(
         text(
             """
-            UPDATE train_step SET state = 'DONE', metrics = CAST(:metrics AS jsonb), finished_at = clock_timestamp()
+            WITH trained AS (
+                UPDATE episode_group SET state = 'TRAINED' WHERE step_id = :id AND state = 'TAKEN' RETURNING id
+            )
+            UPDATE train_step SET state = 'DONE', metrics = CAST(:metrics AS jsonb), finished_at = clock_timestamp(),
+                   num_groups = (SELECT count(*) FROM trained)
              WHERE id = :id AND state = 'OPEN'
             """
         ),
         {"id": step.id, "metrics": json.dumps(metrics, allow_nan=False)},
     )
-    conn.execute(
-        text("UPDATE episode_group SET state = 'TRAINED' WHERE step_id = :id AND state = 'TAKEN'"), {"id": step.id}
-    )
+    if done.rowcount != 1:
+        raise SetupError(
+            f"step {step.id} of run {step.run_id} from version {step.version_in} is not open: another trainer has "
+            "finished it. Start one trainer for a run"
+        )
+    _account(conn, step, trained)
+    versions.publish(conn, step.run_id, step.version_in + 1, published)
+
+
+def _account(conn: Connection, step: Step, trained: list[TrainedEpisode]) -> None:
+    if not trained:
+        return
     conn.execute(
         text(
             """
@@ -163,4 +180,3 @@ def finish_step(
             for episode in trained
         ],
     )
-    versions.publish(conn, step.run_id, step.version_in + 1, published)

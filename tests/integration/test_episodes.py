@@ -1,18 +1,22 @@
 from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import pytest
 from sqlalchemy import text
 
-from common.db import episodes, groups, steps, turns
+from common.db import episodes, groups, steps, turns, versions
 from common.db.episodes import Wakeup
 from common.db.session import Database
 from common.episode import DropReason, EpisodeState, Stage
-from common.errors import LeaseLost
+from common.errors import LeaseLost, SetupError
 from common.outcomes import Outcome
+from common.weights import Published
 from tests.integration.world import World, make_turn
+
+PUBLISHED = Published(path=Path("weights"), manifest_sha256="0" * 64)
 
 
 def row(database: Database, table: str, id: int) -> Any:
@@ -205,9 +209,34 @@ def test_a_trained_group_keeps_its_slot_until_its_version_is_live(world: World):
         step = steps.take_groups(conn, world.run.id, version_in=0, num_groups=2, max_staleness=1).step
         assert step is not None
         assert groups.num_in_flight(conn, world.run.id, live_version=0) == 2
-        conn.execute(text("UPDATE episode_group SET state = 'TRAINED' WHERE step_id = :id"), {"id": step.id})
+        steps.finish_step(conn, step, published=PUBLISHED, metrics={}, trained=[])
         assert groups.num_in_flight(conn, world.run.id, live_version=0) == 2
         assert groups.num_in_flight(conn, world.run.id, live_version=1) == 0
+        assert groups.num_not_dropped(conn, world.run.id) == 2
+
+
+def test_a_step_is_finished_once(world: World):
+    for wakeup in world.feed(1):
+        world.finish(wakeup)
+    with world.database.begin() as conn:
+        step = steps.take_groups(conn, world.run.id, version_in=0, num_groups=1, max_staleness=1).step
+        assert step is not None
+        steps.finish_step(conn, step, published=PUBLISHED, metrics={"loss": 1.0}, trained=[])
+    late = Published(path=Path("late"), manifest_sha256="1" * 64)
+    with pytest.raises(SetupError, match="is not open"), world.database.begin() as conn:
+        steps.finish_step(conn, step, published=late, metrics={"loss": 2.0}, trained=[])
+    assert row(world.database, "train_step", step.id).metrics == {"loss": 1.0}
+    with world.database.begin() as conn:
+        newest = versions.newest(conn, world.run.id)
+    assert newest is not None
+    assert newest.path == PUBLISHED.path
+
+
+def test_a_new_attempt_knows_nothing_of_the_old_sandbox(world: World):
+    world.must_claim(world.prepare(world.feed()[0], sandbox="box"))
+    expire(world.database)
+    (again,) = reap(world.database)
+    assert world.must_claim(again).prepared is None
 
 
 def test_a_run_without_an_engine_stands_still_and_uses_up_no_attempt(world: World):

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 from uuid import uuid4
 
-from common.db import episodes, groups, turns
+from common.config import RolloutConfig, RunConfig, TrainConfig
+from common.db import engines, episodes, groups, runs, tasks, turns
 from common.db.episodes import Claim, Wakeup
 from common.db.runs import Run
 from common.db.session import Database
@@ -62,6 +64,22 @@ class World:
 
     def finish(self, wakeup: Wakeup, *, version: int = 0, reward: float = 1.0) -> None:
         self.score(self.sample(self.prepare(wakeup), version=version), reward)
+
+
+def make_world(database: Database) -> World:
+    """A new run with six tasks and an engine."""
+    config = RunConfig(
+        name="run-a",
+        model=Path("model"),
+        rollout=RolloutConfig(group_size=2),
+        train=TrainConfig(groups_per_step=2, minibatches=1, num_versions=4),
+    )
+    with database.begin() as conn:
+        run = runs.open_run(conn, config)
+        payloads = [(str(i), {"number": i}) for i in range(6)]
+        tasks.load(conn, dataset=config.dataset_name, handler="calculator", payloads=payloads)
+        engines.register(conn, "http://engine", run_id=run.id)
+        return World(database, run, tasks.ids(conn, config.dataset_name))
 
 
 def make_turn(index: int, *, version: int = 0, ids: tuple[int, ...] = (5, 6, 7)) -> Turn:

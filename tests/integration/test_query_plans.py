@@ -1,0 +1,184 @@
+"""On the tables of a long run the queries of the loop read what is in flight, not what is long done."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+from uuid import uuid4
+
+import pytest
+from sqlalchemy import Connection, text
+
+from common.db import engines, episodes, groups, sandboxes, steps, turns
+from common.db.episodes import Claim, Wakeup
+from common.db.session import Database
+from common.episode import STAGE_OF, EpisodeState
+from common.outcomes import Outcome
+from tests.conftest import clone
+from tests.integration.big_run import GROUPS_PER_STEP, NUM_COMPLETE, NUM_FINAL, NUM_GROUPS, NUM_STEPS, fill
+from tests.integration.lockstep import PUBLISHED
+from tests.integration.plans import scans_of, times_of
+from tests.integration.world import World, make_turn, make_world
+
+BIG = {"episode", "episode_group", "episode_event", "turn", "turn_tokens", "sandbox"}
+MAX_ROWS = 2_000
+"""Rows of big tables that one call may read: some times what is in flight, a hundredth of what is stored."""
+
+MAX_CLAIM_S = 0.005
+
+
+@pytest.fixture(scope="module")
+def big(postgres_url: str, template_database: str) -> Iterator[World]:
+    with clone(postgres_url, template_database) as url:
+        database = Database.connect(url)
+        world = make_world(database)
+        fill(world)
+        yield world
+        database.dispose()
+
+
+def waiting(conn: Connection, state: EpisodeState, limit: int = 1) -> list[Wakeup]:
+    rows = conn.execute(
+        text("SELECT id FROM episode WHERE state = :state AND claim_token IS NULL ORDER BY id LIMIT :limit"),
+        {"state": state, "limit": limit},
+    )
+    return [Wakeup(stage=STAGE_OF[state], episode_id=row.id, attempt=1) for row in rows]
+
+
+def claim(conn: Connection, wakeup: Wakeup) -> Claim:
+    claim = episodes.claim(conn, wakeup, worker="w", token=uuid4(), lease_s=30, configs={})
+    assert claim is not None
+    return claim
+
+
+def claimed(conn: Connection, state: EpisodeState) -> Claim:
+    return claim(conn, waiting(conn, state)[0])
+
+
+def tokens(conn: Connection, limit: int = 100) -> list[Any]:
+    query = text("SELECT claim_token FROM episode WHERE claim_token IS NOT NULL LIMIT :limit")
+    return list(conn.execute(query, {"limit": limit}).scalars())
+
+
+def _claim(conn: Connection, world: World) -> Callable[[], object]:
+    (wakeup,) = waiting(conn, EpisodeState.READY)
+    return lambda: claim(conn, wakeup)
+
+
+def _claim_nothing(conn: Connection, world: World) -> Callable[[], object]:
+    (wakeup,) = waiting(conn, EpisodeState.READY)
+    claim(conn, wakeup)
+    return lambda: episodes.claim(conn, wakeup, worker="w", token=uuid4(), lease_s=30, configs={})
+
+
+def _renew(conn: Connection, world: World) -> Callable[[], object]:
+    held = tokens(conn)
+    return lambda: episodes.renew(conn, held, lease_s=30)
+
+
+def _release(conn: Connection, world: World) -> Callable[[], object]:
+    held = tokens(conn)
+    return lambda: episodes.release(conn, held, why="shutting down")
+
+
+def _save(conn: Connection, world: World) -> Callable[[], object]:
+    held = claimed(conn, EpisodeState.READY)
+    return lambda: turns.save(conn, held, make_turn(0))
+
+
+def _load(conn: Connection, world: World) -> Callable[[], object]:
+    return lambda: (turns.load(conn, 1_000, 1), turns.load_transcript(conn, 1_000, 1))
+
+
+def _move(conn: Connection, world: World) -> Callable[[], object]:
+    """The move into a final state counts it in its group."""
+    held = claimed(conn, EpisodeState.SAMPLED)
+    return lambda: episodes.move(conn, held, EpisodeState.SCORED, why="scored", reward=1.0, reward_parts={})
+
+
+def _retry(conn: Connection, world: World) -> Callable[[], object]:
+    held = claimed(conn, EpisodeState.NEW)
+    return lambda: episodes.retry(conn, held, outcome=Outcome.ENGINE_LOST, detail="", afresh=True, max_attempts=1)
+
+
+def _step(conn: Connection, world: World) -> Callable[[], object]:
+    taken = _take(conn, world)
+    assert taken.step is not None
+    step = taken.step
+    return lambda: (
+        steps.open_step(conn, world.run.id),
+        steps.load_groups(conn, step.id),
+        steps.finish_step(conn, step, published=PUBLISHED, metrics={}, trained=[]),
+    )
+
+
+def _take(conn: Connection, world: World) -> steps.Take:
+    return steps.take_groups(
+        conn, world.run.id, version_in=NUM_STEPS, num_groups=GROUPS_PER_STEP, max_staleness=NUM_STEPS
+    )
+
+
+def call(function: Callable[..., object], **arguments: object) -> Callable[[Connection, World], Callable[[], object]]:
+    return lambda conn, world: lambda: function(conn, **arguments)
+
+
+def call_for_run(function: Callable[..., object], **arguments: object) -> Callable[..., Callable[[], object]]:
+    return lambda conn, world: lambda: function(conn, world.run.id, **arguments)
+
+
+CALLS: dict[str, Callable[[Connection, World], Callable[[], object]]] = {
+    "claim": _claim,
+    "claim_nothing": _claim_nothing,
+    "renew": _renew,
+    "release": _release,
+    "save_turn": _save,
+    "load_turns": _load,
+    "move_and_count_final": _move,
+    "retry": _retry,
+    "reap": call(episodes.reap, max_attempts=3),
+    "resend": call(episodes.resend, after_s=60),
+    "take_groups": lambda conn, world: lambda: _take(conn, world),
+    "drop_groups": call_for_run(steps.take_groups, version_in=NUM_STEPS + 9, num_groups=1, max_staleness=1),
+    "load_and_finish_step": _step,
+    "num_in_flight": call_for_run(groups.num_in_flight, live_version=NUM_STEPS - 2),
+    "num_not_dropped": call_for_run(groups.num_not_dropped),
+    "live_version": call_for_run(engines.live_version),
+    "serving": call_for_run(engines.serving),
+    "orphans": call(sandboxes.orphans, node="node"),
+}
+"""From a connection and the world to the call that is looked at; what comes before it only prepares."""
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_a_query_of_the_loop_reads_by_index_and_only_what_is_in_flight(big: World, name: str) -> None:
+    with big.database.engine.connect() as conn:
+        function = CALLS[name](conn, big)
+        with scans_of(conn) as scans:
+            function()
+        conn.rollback()
+    assert scans
+    on_big = [scan for scan in scans if scan.table in BIG]
+    assert [scan for scan in on_big if scan.kind == "Seq Scan"] == []
+    assert sum(scan.num_rows for scan in on_big) < MAX_ROWS, on_big
+
+
+def test_the_feeder_counts_a_long_run_right(big: World) -> None:
+    with big.database.begin() as conn:
+        counted = conn.execute(text("SELECT count(*) FROM episode_group WHERE state <> 'DROPPED'")).scalar_one()
+        assert groups.num_not_dropped(conn, big.run.id) == counted == NUM_GROUPS - NUM_FINAL // 20
+        in_flight = NUM_GROUPS - NUM_FINAL
+        assert groups.num_in_flight(conn, big.run.id, live_version=NUM_STEPS) == in_flight > NUM_COMPLETE
+
+
+def test_claims_are_fast_on_the_tables_of_a_long_run(big: World) -> None:
+    """An empty statement before each claim tells what the machine is busy with apart from what the claim takes."""
+    with big.database.engine.connect() as conn:
+        wakeups = [*waiting(conn, EpisodeState.NEW, 100), *waiting(conn, EpisodeState.READY, 100)]
+        with times_of(conn) as times:
+            for wakeup in wakeups:
+                conn.execute(text("SELECT 1"))
+                claim(conn, wakeup)
+        conn.rollback()
+    assert len(times) == 400
+    floor_s, claim_s = (sorted(part)[189] for part in (times[::2], times[1::2]))
+    assert claim_s - floor_s < MAX_CLAIM_S, f"p95 of a claim {claim_s:.4f} s, of an empty statement {floor_s:.4f} s"
