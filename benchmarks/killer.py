@@ -56,7 +56,7 @@ class Killer:
         """By kind, servers included."""
         self.num_pauses = 0
         self.struck: list[Kill] = []
-        """Worker processes that were killed or stopped while they may have held claims."""
+        """Worker processes that were killed while they may have held claims."""
 
     def step(self, now_s: float, processes: Sequence[ProcessStatus]) -> None:
         """Kill and pause what is due; every process that `processes` calls up may be hit."""
@@ -97,7 +97,6 @@ class Killer:
         self.kills[kind_of(victim)] += 1
 
     def _pause(self, victim: ProcessStatus, now_s: float) -> None:
-        self._note(victim)
         with suppress(ProcessLookupError):
             os.kill(victim.pid, signal.SIGSTOP)
         self._paused[victim.pid] = now_s + self._plan.pause_s

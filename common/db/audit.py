@@ -111,7 +111,7 @@ CHECKS: Mapping[str, str] = MappingProxyType(
 
 @dataclass(frozen=True, kw_only=True)
 class Kill:
-    """A worker process that was killed or stopped."""
+    """A worker process that was killed."""
 
     worker: str
     """Its name in `episode_event.worker`."""
