@@ -162,11 +162,23 @@ def cpu_seconds(stack: Servers) -> Counter[str]:
     """CPU time so far by kind of process, the children of servers included; `feeder` is this process."""
     kinds = {process.pid: process.name.rstrip("-0123456789") for process in stack.supervisor.statuses()}
     used: Counter[str] = Counter({"feeder": time.process_time()})
-    for stat in all_stats():
-        if stat.session in kinds:
-            fields = (PROC / str(stat.pid) / "stat").read_text().rpartition(")")[2].split()
-            used[kinds[stat.session]] += (int(fields[11]) + int(fields[12])) / TICKS_PER_S
+    parents = {stat.pid: stat.ppid for stat in all_stats()}
+    for pid in parents:
+        ancestor = pid
+        while ancestor not in kinds and ancestor in parents:
+            ancestor = parents[ancestor]
+        if ancestor in kinds:
+            used[kinds[ancestor]] += _ticks(pid) / TICKS_PER_S
     return used
+
+
+def _ticks(pid: int) -> int:
+    """User and system time of a process; 0 = gone."""
+    try:
+        fields = (PROC / str(pid) / "stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return 0
+    return int(fields[11]) + int(fields[12])
 
 
 def measure_floor(stack: Servers) -> Floor:
