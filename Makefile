@@ -9,7 +9,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 export BROKER
 
-.PHONY: help demo dev check test services clean
+.PHONY: help demo dev check test chaos services clean
 
 help: ## show the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -45,6 +45,9 @@ services: ## install RabbitMQ and bubblewrap from Debian's packages where that i
 
 test: $(VENV)/.dev services check ## everything: check, then the tests on real services and the whole loop
 	@$(BIN)/python -m pytest tests/integration tests/e2e $(ARGS)
+
+chaos: $(VENV)/.dev services ## kill every process again and again for five minutes; nothing is lost, doubled or stuck
+	@$(BIN)/python -m benchmarks.chaos $(ARGS)
 
 clean: ## remove the environment and the demo's data
 	rm -rf $(VENV) .rollmill

@@ -13,11 +13,13 @@ from common.db.runs import Run
 from common.db.session import Database
 from common.db.steps import ScoredGroup, Step
 from common.episode import RunState
+from common.errors import DatabaseUnavailable
 
 logger = logging.getLogger(__name__)
 
 POLL_S = 0.1
 LOOK_UP_EVERY_S = 10.0
+AWAY_POLL_S = 1.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,18 +42,24 @@ def wait_for_work(
     """
     started = reported = time.monotonic()
     while not stop.is_set():
-        step = _open_or_take(database, run, version=version)
-        if step is not None:
-            wait_s = time.monotonic() - started
-            with database.begin() as conn:
-                return Work(step=step, groups=tuple(steps.load_groups(conn, step.id)), wait_s=wait_s)
-        if _is_over(database, run):
-            return None
-        if time.monotonic() - reported > LOOK_UP_EVERY_S:
-            reported = time.monotonic()
-            look_up()
-            logger.info("still waiting for groups run=%d version=%d wait_s=%.0f", run.id, version, reported - started)
-        stop.wait(POLL_S)
+        try:
+            step = _open_or_take(database, run, version=version)
+            if step is not None:
+                wait_s = time.monotonic() - started
+                with database.begin() as conn:
+                    return Work(step=step, groups=tuple(steps.load_groups(conn, step.id)), wait_s=wait_s)
+            if _is_over(database, run):
+                return None
+            if time.monotonic() - reported > LOOK_UP_EVERY_S:
+                reported = time.monotonic()
+                look_up()
+                waited_s = reported - started
+                logger.info("still waiting for groups run=%d version=%d wait_s=%.0f", run.id, version, waited_s)
+            stop.wait(POLL_S)
+        except DatabaseUnavailable as error:
+            # A restart would cost seconds and the optimizer's memory; a step that was taken is found OPEN again.
+            logger.warning("database away run=%d version=%d: %s", run.id, version, error)
+            stop.wait(AWAY_POLL_S)
     return None
 
 

@@ -38,7 +38,6 @@ def celery_config(given: Settings) -> dict[str, Any]:
         "task_reject_on_worker_lost": True,
         "worker_prefetch_multiplier": 1,
         "worker_send_task_events": True,
-        "task_send_sent_event": True,
         "worker_cancel_long_running_tasks_on_connection_loss": False,
         "worker_hijack_root_logger": False,
         "timezone": "UTC",

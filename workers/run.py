@@ -50,7 +50,7 @@ class Run:
 
     async def __call__(self, claim: Claim) -> Done:
         prepared = PreparedEpisode.model_validate(claim.prepared)
-        stored = await asyncio.to_thread(self._load, claim)
+        stored = await asyncio.to_thread(self._load, claim) if claim.num_turns else []
         playing = _Playing(self, claim, prepared, spent_s=sum(turn.latency_ms for turn in stored) / 1000)
         agent = Agent(
             renderer=playing.renderer,

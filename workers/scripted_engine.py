@@ -45,9 +45,10 @@ class ScriptedEngine:
         logprob: float = -0.5,
         token_s: float = 0.0,
         max_model_len: int = 4096,
+        port: int = 0,
         accept: Callable[[Path], str | None] = lambda path: None if path.is_dir() else f"no folder {path}",
     ) -> None:
-        """`accept` says why a version's folder is refused, None when it is not."""
+        """`port` 0 is a free one. `accept` says why a version's folder is refused, None when it is not."""
         self.reply = reply
         self.logprob = logprob
         self.token_s = token_s
@@ -74,7 +75,7 @@ class ScriptedEngine:
         self._ids = itertools.count()
         self._stopped = asyncio.Event()
         self._runner: web.AppRunner | None = None
-        self._port = 0
+        self._port = port
 
     @property
     def url(self) -> str:
@@ -95,7 +96,7 @@ class ScriptedEngine:
         self.faults.setdefault(path, deque()).extend(faults)
 
     async def start(self) -> None:
-        """Listen: on a free port the first time, on the same one again after `stop`."""
+        """Listen: on its port, a free one the first time, the same one again after `stop`."""
         app = web.Application(middlewares=[self._with_faults], client_max_size=64 << 20)
         for path, handler in self._routes().items():
             app.router.add_route("*", path, handler)

@@ -45,6 +45,8 @@ class Claim:
     payload: dict[str, JsonValue]
     prepared: dict[str, Any] | None
     """INIT's result; None in INIT."""
+    num_turns: int
+    """Turns that this attempt has stored."""
     outcome: str | None
     """RUN's outcome; None before EVAL."""
 
@@ -66,10 +68,12 @@ def claim(
               FROM episode_group g JOIN task t ON t.id = g.task_id JOIN run r ON r.id = g.run_id
              WHERE e.id = :id AND e.attempt = :attempt AND e.state = :takes AND e.claim_token IS NULL
                AND g.id = e.group_id AND (:takes <> 'READY' OR EXISTS (SELECT FROM engine WHERE run_id = e.run_id))
-            RETURNING e.group_id, e.run_id, e.prepared, e.outcome, t.handler, t.payload, r.config
+            RETURNING e.group_id, e.run_id, e.prepared, e.num_turns, e.outcome, t.handler, t.payload,
+                      CASE WHEN e.run_id <> ALL(CAST(:known AS bigint[])) THEN r.config END AS config
             """
         ),
         {
+            "known": list(configs),
             "id": wakeup.episode_id,
             "attempt": wakeup.attempt,
             "takes": TAKES[wakeup.stage],
@@ -88,10 +92,11 @@ def claim(
         worker=worker,
         group_id=row.group_id,
         run_id=row.run_id,
-        config=configs.get(row.run_id) or RunConfig.model_validate(row.config),
+        config=configs[row.run_id] if row.config is None else RunConfig.model_validate(row.config),
         handler=row.handler,
         payload=row.payload,
         prepared=row.prepared,
+        num_turns=row.num_turns,
         outcome=row.outcome,
     )
 
@@ -127,16 +132,23 @@ def move(
     """
     at = TAKES[claim.stage]
     assert to in MOVES[at], f"{at} -> {to} is not a move"
+    # One statement for the move and its event: each costs a round trip, three times per episode.
     row = conn.execute(
         text(
             """
-            UPDATE episode
-               SET state = :to, claim_worker = NULL, claim_token = NULL, lease_until = NULL, enqueued_at = now(),
-                   prepared = coalesce(CAST(:prepared AS jsonb), prepared), outcome = coalesce(:outcome, outcome),
-                   reward = :reward, reward_parts = CAST(:reward_parts AS jsonb),
-                   finished_at = CASE WHEN :final THEN clock_timestamp() END
-             WHERE id = :id AND claim_token = :token AND state = :at AND attempt = :attempt
-            RETURNING id
+            WITH moved AS (
+                UPDATE episode
+                   SET state = :to, claim_worker = NULL, claim_token = NULL, lease_until = NULL, enqueued_at = now(),
+                       prepared = coalesce(CAST(:prepared AS jsonb), prepared), outcome = coalesce(:outcome, outcome),
+                       reward = :reward, reward_parts = CAST(:reward_parts AS jsonb),
+                       finished_at = CASE WHEN :final THEN clock_timestamp() END
+                 WHERE id = :id AND claim_token = :token AND state = :at AND attempt = :attempt
+                RETURNING id
+            ), noted AS (
+                INSERT INTO episode_event (episode_id, attempt, from_state, to_state, worker, why)
+                SELECT id, :attempt, :at, :to, :worker, :why FROM moved
+            )
+            SELECT id FROM moved
             """
         ),
         {
@@ -150,11 +162,12 @@ def move(
             "reward": reward,
             "reward_parts": json.dumps(reward_parts) if reward_parts is not None else None,
             "final": to in FINAL_STATES,
+            "worker": claim.worker,
+            "why": why,
         },
     ).first()
     if row is None:
         raise LeaseLost(f"episode {claim.episode_id} attempt {claim.attempt}: the claim of {claim.worker} is gone")
-    _note(conn, claim.episode_id, claim.attempt, at, to, claim.worker, why)
     if to in FINAL_STATES:
         _count_final(conn, [claim.group_id])
         return None
@@ -323,17 +336,3 @@ def _count_final(conn: Connection, group_ids: list[int]) -> None:
             ),
             {"id": group_id},
         )
-
-
-def _note(
-    conn: Connection, episode_id: int, attempt: int, was: EpisodeState, to: EpisodeState, worker: str, why: str
-) -> None:
-    conn.execute(
-        text(
-            """
-            INSERT INTO episode_event (episode_id, attempt, from_state, to_state, worker, why)
-            VALUES (:id, :attempt, :was, :to, :worker, :why)
-            """
-        ),
-        {"id": episode_id, "attempt": attempt, "was": was, "to": to, "worker": worker, "why": why},
-    )

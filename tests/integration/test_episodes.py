@@ -3,6 +3,7 @@ from __future__ import annotations
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
+from uuid import uuid4
 
 import pytest
 from sqlalchemy import text
@@ -264,3 +265,22 @@ def test_a_stale_group_that_completes_during_a_take_is_not_taken(world: World):
                 take = steps.take_groups(conn, world.run.id, version_in=9, num_groups=1, max_staleness=1)
             assert take.step is None
         completing.result()
+
+
+def test_a_claim_says_how_many_turns_there_are_to_go_on_from(world: World):
+    wakeup = world.prepare(world.feed()[0])
+    first = world.must_claim(wakeup, lease_s=-1)
+    with world.database.begin() as conn:
+        turns.save(conn, first, make_turn(0))
+        (again,) = episodes.reap(conn, max_attempts=5)
+    assert (first.num_turns, world.must_claim(again).num_turns) == (0, 1)
+
+
+def test_a_claim_takes_the_configuration_that_its_process_has_parsed(world: World):
+    known = world.run.config.model_copy(update={"seed": 99})
+    with world.database.begin() as conn:
+        claims = [
+            episodes.claim(conn, wakeup, worker="w", token=uuid4(), lease_s=30, configs=configs)
+            for wakeup, configs in zip(world.feed(), ({world.run.id: known}, {world.run.id + 1: known}), strict=True)
+        ]
+    assert [claim and claim.config for claim in claims] == [known, world.run.config]

@@ -9,7 +9,9 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
@@ -32,7 +34,7 @@ from common.episode import (
     TurnTokens,
     VersionSpan,
 )
-from common.errors import SetupError
+from common.errors import DatabaseUnavailable, SetupError
 from common.outcomes import Outcome
 from common.weights import verify
 from tests.integration.world import World
@@ -302,3 +304,38 @@ def test_finished_run_is_left_alone(world: World, database_url: str, tmp_path: P
             process.kill()
     assert process.returncode == 0, errors
     assert newest(world) is None
+
+
+def test_waiting_outlasts_a_database_that_goes_away(world: World, postgres_url: str):
+    stop = threading.Event()
+    with ThreadPoolExecutor(1) as executor:
+        waiting = executor.submit(wait_for_work, world.database, world.run, version=0, stop=stop, look_up=lambda: None)
+        try:
+            with database_away(world.database, postgres_url):
+                with pytest.raises(DatabaseUnavailable), world.database.begin():
+                    pass
+                assert not waiting.done()
+            for wakeup in world.feed(2):
+                world.finish(wakeup)
+            work = waiting.result(timeout=20)
+        finally:
+            stop.set()
+    assert work is not None
+    assert [len(group.episodes) for group in work.groups] == [2, 2]
+
+
+@contextmanager
+def database_away(database: Database, server_url: str) -> Iterator[None]:
+    """Nobody can talk to the database inside the block."""
+    name = database.engine.url.database
+    server = Database.connect(server_url, pool_size=1)
+    try:
+        with server.begin() as conn:
+            conn.execute(text(f"ALTER DATABASE {name} ALLOW_CONNECTIONS false"))
+        with server.begin() as conn:
+            conn.execute(text("SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE datname = :n"), {"n": name})
+        yield
+        with server.begin() as conn:
+            conn.execute(text(f"ALTER DATABASE {name} ALLOW_CONNECTIONS true"))
+    finally:
+        server.dispose()

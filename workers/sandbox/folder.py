@@ -117,7 +117,9 @@ def remove_tree(path: Path) -> None:
                 _remove_entry(name, top, names, is_folder=is_folder)
     finally:
         os.close(top)
-    path.rmdir()
+    # Another reaper may remove the same folder at the same time, and be first.
+    with suppress(FileNotFoundError):
+        path.rmdir()
 
 
 class _UnusedNames:

@@ -90,6 +90,7 @@ def make_claim(*, episode: int = 1, group: int = 1, max_tokens: int = 3) -> Clai
         handler="calculator",
         payload={},
         prepared=None,
+        num_turns=0,
         outcome=None,
     )
 

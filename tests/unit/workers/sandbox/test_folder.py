@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import os
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -138,3 +139,12 @@ async def test_removal_survives_what_an_agent_left(backend: FolderBackend, folde
         assert result.exit_code == 0, result
     backend.destroy(HANDLE)
     assert not folders.path(HANDLE).exists()
+
+
+def test_several_reapers_may_remove_the_same_folder(folders: SandboxFolders) -> None:
+    with ThreadPoolExecutor(4) as reapers:
+        for number in range(1, 60):
+            handle = f"{number}-1"
+            folders.create(handle, {"a": "x", "b/c": "y"})
+            assert list(reapers.map(folders.destroy, [handle] * 4)) == [None] * 4
+            assert not folders.path(handle).exists()
