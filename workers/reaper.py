@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 from common.db import episodes, sandboxes
 from common.db.episodes import Wakeup
 from common.db.session import Database
+from common.errors import EpisodeError
 from common.settings import Settings
 from workers.app import app
 from workers.publishing import publisher
@@ -59,11 +60,19 @@ class Reaper:
     def _sweep(self) -> None:
         with self._database.begin() as conn:
             orphans = sandboxes.orphans(conn, node=socket.gethostname())
-        for orphan in orphans:
-            self._backend.destroy(orphan.handle)
-        if orphans:
+        gone = [orphan.id for orphan in orphans if self._destroy(orphan.handle)]
+        if gone:
             with self._database.begin() as conn:
-                sandboxes.destroyed(conn, [orphan.id for orphan in orphans])
+                sandboxes.destroyed(conn, gone)
+
+    def _destroy(self, handle: str) -> bool:
+        """Whether the sandbox is gone. A command that still writes there can prevent it: the next round tries again."""
+        try:
+            self._backend.destroy(handle)
+        except EpisodeError as error:
+            logger.warning("sandbox stays for now handle=%s reason=%s", handle, error)
+            return False
+        return True
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -65,8 +65,13 @@ def take_groups(conn: Connection, run_id: int, *, version_in: int, num_groups: i
     """Open a step with the oldest `num_groups` complete groups; fewer are left where they are.
 
     Groups whose oldest token is more than `max_staleness` versions behind `version_in`, or that have no baseline,
-    are dropped and counted.
+    are dropped and counted. Of a run that is over, nothing is taken.
     """
+    # Against a stop, which drops all groups: it waits until the step is committed, or we see that it was first.
+    if not conn.execute(
+        text("SELECT id FROM run WHERE id = :run_id AND state IN ('ACTIVE', 'PAUSED') FOR SHARE"), {"run_id": run_id}
+    ).first():
+        return Take(step=None, dropped=Counter())
     complete = [
         row.id
         for row in conn.execute(
@@ -101,7 +106,7 @@ def _drop(conn: Connection, group_ids: list[int], *, oldest: int) -> dict[int, D
         text(
             """
             WITH judged AS (
-                SELECT group_id, CASE WHEN min(version_min) < :oldest THEN 'stale'
+                SELECT group_id, CASE WHEN min(version_min) FILTER (WHERE state = 'SCORED') < :oldest THEN 'stale'
                                       WHEN count(*) FILTER (WHERE state = 'SCORED' AND outcome = ANY(:agent)) < 2
                                       THEN 'too_few_samples' END AS reason
                   FROM episode WHERE group_id = ANY(:ids) GROUP BY group_id
@@ -131,17 +136,22 @@ def finish_step(
     published: Published,
     metrics: dict[str, float],
     trained: list[TrainedEpisode],
-) -> None:
-    """Step DONE, groups TRAINED, version published, episodes accounted for: one transaction, all or nothing."""
-    conn.execute(
+) -> bool:
+    """Step DONE, groups TRAINED, version published, episodes accounted for: one transaction, all or nothing.
+
+    False = nothing, because the run was stopped and the step dropped with it.
+    """
+    done = conn.execute(
         text(
             """
             UPDATE train_step SET state = 'DONE', metrics = CAST(:metrics AS jsonb), finished_at = clock_timestamp()
-             WHERE id = :id AND state = 'OPEN'
+             WHERE id = :id AND state = 'OPEN' RETURNING id
             """
         ),
         {"id": step.id, "metrics": json.dumps(metrics, allow_nan=False)},
-    )
+    ).first()
+    if done is None:
+        return False
     conn.execute(
         text("UPDATE episode_group SET state = 'TRAINED' WHERE step_id = :id AND state = 'TAKEN'"), {"id": step.id}
     )
@@ -164,3 +174,34 @@ def finish_step(
         ],
     )
     versions.publish(conn, step.run_id, step.version_in + 1, published)
+    return True
+
+
+def drop_open_step(conn: Connection, run_id: int) -> None:
+    """Give up the open step of a run that is being stopped. Its groups are still TAKEN: `drop_groups` is next.
+
+    The step's row is locked before any group's, as `finish_step` does.
+    """
+    conn.execute(
+        text(
+            """
+            UPDATE train_step SET state = 'DROPPED', finished_at = clock_timestamp()
+             WHERE run_id = :run_id AND state = 'OPEN'
+            """
+        ),
+        {"run_id": run_id},
+    )
+
+
+def drop_groups(conn: Connection, run_id: int) -> int:
+    """Drop every group of a stopped run that is not trained; returns how many. All its episodes must be final."""
+    dropped = conn.execute(
+        text(
+            """
+            UPDATE episode_group SET state = 'DROPPED', drop_reason = :reason
+             WHERE run_id = :run_id AND state IN ('OPEN', 'COMPLETE', 'TAKEN') RETURNING id
+            """
+        ),
+        {"run_id": run_id, "reason": DropReason.STOPPED},
+    )
+    return len(dropped.all())
