@@ -82,12 +82,14 @@ class GroupState(StrEnum):
 
 
 class DropReason(StrEnum):
-    """Why the trainer dropped a complete group."""
+    """Why a group is not trained."""
 
     STALE = "stale"
     """Its oldest token is older than the staleness bound allows."""
     TOO_FEW = "too_few_samples"
     """Fewer than two episodes have an agent outcome, so there is no baseline."""
+    STOPPED = "run_stopped"
+    """Somebody stopped the run before the group was trained."""
 
 
 class RunState(StrEnum):
@@ -101,6 +103,17 @@ class RunState(StrEnum):
     """All its versions are trained. Final."""
     STOPPED = "STOPPED"
     """Somebody stopped it. Final."""
+
+
+RUN_MOVES: Mapping[RunState, frozenset[RunState]] = MappingProxyType(
+    {
+        RunState.ACTIVE: frozenset({RunState.PAUSED, RunState.FINISHED, RunState.STOPPED}),
+        RunState.PAUSED: frozenset({RunState.ACTIVE, RunState.FINISHED, RunState.STOPPED}),
+        RunState.FINISHED: frozenset(),
+        RunState.STOPPED: frozenset(),
+    }
+)
+"""Every legal move. A paused run finishes too: its last groups may have been complete when it was paused."""
 
 
 class EngineState(StrEnum):

@@ -65,12 +65,12 @@ def open_database(settings: Settings) -> Iterator[Database]:
 def find_run(database: Database, name: str | None) -> Run:
     """The run of this name; None = the newest. Raises SetupError where there is none, naming those there are."""
     with database.begin() as conn:
-        newest = newest_runs(conn, limit=10)
-        found = runs.find(conn, name) if name is not None else next(iter(newest), None)
-    if found is None:
-        wanted = "no run" if name is None else f"no run {name}"
-        raise SetupError(f"{wanted} in the database; there are: {', '.join(run.name for run in newest) or 'none'}")
-    return found
+        if name is not None:
+            return runs.require(conn, name)
+        newest = newest_runs(conn, limit=1)
+    if not newest:
+        raise SetupError("no run in the database: start one with `rollmill demo` or `rollmill up`")
+    return newest[0]
 
 
 def run_psql(url: str, arguments: Sequence[str]) -> int:

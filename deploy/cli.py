@@ -12,9 +12,10 @@ from rich.console import Console
 
 from common.config import RunConfig, load_run_config
 from common.errors import RollmillError, SetupError
-from common.settings import Settings, load_settings
 from deploy.broker import BrokerKind
+from deploy.control import cancel, run_app
 from deploy.demo import DemoHandler, demo_config
+from deploy.options import DataDir, settings_for
 
 DEMO_STALL_LIMIT_S = 300.0
 
@@ -27,10 +28,6 @@ app = typer.Typer(
     epilog="Start here: [bold]rollmill demo[/]. It needs no service, no GPU and no root.",
 )
 
-DataDir = Annotated[
-    Path | None,
-    typer.Option("--data-dir", help="Folder with database, weights and logs.", show_default="ROLLMILL_DATA_DIR"),
-]
 Broker = Annotated[
     BrokerKind,
     typer.Option(envvar="BROKER", help="Which broker to start, where ROLLMILL_BROKER_URL names none."),
@@ -59,7 +56,7 @@ def demo(
 
     Ctrl-C stops everything; the same command then goes on from where it stopped.
     """
-    settings = _settings(data_dir)
+    settings = settings_for(data_dir)
     config = demo_config(handler=handler, seed=seed, num_versions=versions, max_staleness=max_staleness)
     from deploy.local_run import Order, run_locally
 
@@ -90,7 +87,7 @@ def up(
 
     Real servers are used where ROLLMILL_DATABASE_URL and ROLLMILL_BROKER_URL name them.
     """
-    settings = _settings(data_dir)
+    settings = settings_for(data_dir)
     run_config = _with_handler(_with_model(load_run_config(config)))
     from deploy.local_run import Order, run_locally
 
@@ -112,12 +109,19 @@ def up(
 @app.command()
 def status(data_dir: DataDir = None) -> None:
     """List the runs of the database and how they stand."""
-    settings = _settings(data_dir)
+    settings = settings_for(data_dir)
     from deploy.access import open_database
     from deploy.status import status_table
 
     with open_database(settings) as database:
         Console().print(status_table(database))
+
+
+app.add_typer(run_app, name="run")
+app.command(
+    epilog="[bold]rollmill cancel --episode 17 --episode 18[/]   ·   [bold]rollmill cancel --group 5[/]   ·   "
+    '[bold]rollmill cancel --run my-run --why "the tool was down"[/]'
+)(cancel)
 
 
 @app.command(epilog="[bold]rollmill report demo-calculator-seed0[/]")
@@ -127,7 +131,7 @@ def report(
     data_dir: DataDir = None,
 ) -> None:
     """Show the report of a run again: reward curve, figures, queries."""
-    settings = _settings(data_dir)
+    settings = settings_for(data_dir)
     from deploy.access import find_run, open_database
     from deploy.report import check_writable, read_report
     from deploy.summary import present
@@ -148,7 +152,7 @@ def sql(
 
     Views: samples, reward_by_version, staleness, episode_timings, failures_by_kind.
     """
-    settings = _settings(data_dir)
+    settings = settings_for(data_dir)
     from common.db.examples import ask
     from deploy.access import open_database
     from deploy.tables import answer_table, tab_separated
@@ -168,7 +172,7 @@ def sql(
 )
 def psql(context: typer.Context, data_dir: DataDir = None) -> None:
     """Open Postgres's own shell on the database; further arguments are psql's."""
-    settings = _settings(data_dir)
+    settings = settings_for(data_dir)
     from deploy.access import database_url, run_psql
 
     with database_url(settings) as url:
@@ -182,7 +186,7 @@ def flower(
     data_dir: DataDir = None,
 ) -> None:
     """Serve Flower, Celery's web page of workers, tasks and queues, until Ctrl-C. Needs a running stack."""
-    settings = _settings(data_dir)
+    settings = settings_for(data_dir)
     from deploy.access import serve_flower
 
     def announce(password_file: Path) -> None:
@@ -198,7 +202,7 @@ def flower(
 @app.command(epilog="[bold]ROLLMILL_DATABASE_URL=postgresql://user:password@host:5432/name rollmill migrate[/]")
 def migrate() -> None:
     """Bring the schema of the database in ROLLMILL_DATABASE_URL up to this program's."""
-    settings = _settings(None)
+    settings = settings_for(None)
     from common.db.session import Database, head_revision
     from common.db.session import migrate as migrate_database
 
@@ -208,12 +212,6 @@ def migrate() -> None:
     finally:
         database.dispose()
     Console().print(f"the database has schema {head_revision()}", highlight=False)
-
-
-def _settings(data_dir: Path | None) -> Settings:
-    """The settings, with the data folder as an absolute path."""
-    settings = load_settings()
-    return settings.model_copy(update={"data_dir": (data_dir or settings.data_dir).absolute()})
 
 
 def _with_model(config: RunConfig) -> RunConfig:

@@ -78,6 +78,10 @@ class OpenRun:
             self.run = runs.open_run(conn, config)
             newest = versions.newest(conn, self.run.id)
             self.resumed_from_version = None if newest is None else newest.number
+            if self.run.state is RunState.PAUSED:
+                raise SetupError(
+                    f"run {self.run.name} is paused: let it go on with `rollmill run resume {self.run.name}`"
+                )
             if self.run.state is not RunState.ACTIVE:
                 raise SetupError(
                     f"run {self.run.name} is {self.run.state.lower()}: give the new one another name, "

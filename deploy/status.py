@@ -15,7 +15,7 @@ MAX_RUNS = 20
 def status_table(database: Database) -> Table:
     """The newest runs, newest first."""
     table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, header_style="dim")
-    for name in ("run", "state", "version", "reward", "episodes", "failed"):
+    for name in ("run", "state", "version", "reward", "episodes", "failed", "cancelled"):
         table.add_column(name, justify="left" if name in ("run", "state") else "right", no_wrap=True)
     with database.begin() as conn:
         for run in newest_runs(conn, limit=MAX_RUNS):
@@ -29,5 +29,6 @@ def status_table(database: Database) -> Table:
                 f"{last.mean_reward:.2f}" if last else "-",
                 f"{num_final(now):,} of {sum(now.episodes.values()):,}",
                 f"{now.episodes[EpisodeState.FAILED]:,}",
+                f"{now.episodes[EpisodeState.CANCELLED]:,}",
             )
     return table

@@ -133,14 +133,14 @@ class Movement:
     def __init__(self, config: RunConfig, *, now_s: float) -> None:
         self.history = History(num_versions=config.train.num_versions)
         self.moved_s = now_s
-        """When a figure changed the last time."""
+        """When a figure changed the last time, or the run was seen paused."""
         self._seen: Snapshot | None = None
 
     def note(self, reading: Reading) -> None:
         """Take in the latest reading, new or not."""
         if reading.snapshot is None or reading.snapshot is self._seen:
             return
-        if reading.snapshot != self._seen:
+        if reading.snapshot != self._seen or reading.snapshot.state is RunState.PAUSED:
             self.moved_s = reading.at_s
         self.history.add(reading.at_s, reading.snapshot)
         self._seen = reading.snapshot

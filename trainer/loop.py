@@ -53,7 +53,9 @@ class Trainer:
             if work is None:
                 logger.info("stopped run=%d version=%d", self.run.id, version)
                 return not stop.is_set()
-            self.train_step(work)
+            if not self.train_step(work):
+                logger.info("stopped in a step run=%d version=%d", self.run.id, version)
+                return True
             version += 1
         with self.database.begin() as conn:
             runs.finish(conn, self.run.id)
@@ -87,8 +89,11 @@ class Trainer:
         with self.database.begin() as conn:
             versions.publish(conn, self.run.id, version, published)
 
-    def train_step(self, work: Work) -> None:
-        """One step, from groups to a published version that is marked done with them."""
+    def train_step(self, work: Work) -> bool:
+        """One step, from groups to a published version that is marked done with them.
+
+        False = the run was stopped meanwhile, and its weights are not published.
+        """
         version = work.step.version_in
         started = time.monotonic()
         samples, advantages, metrics = prepare(work.groups, version=version)
@@ -103,11 +108,14 @@ class Trainer:
             "publish_s": time.monotonic() - trained,
         }
         with self.database.begin() as conn:
-            steps.finish_step(
+            done = steps.finish_step(
                 conn, work.step, published=published, metrics=metrics, trained=account(samples, advantages)
             )
+        if not done:
+            return False
         announce(self.broker_url, run_id=self.run.id, version=version + 1)
         _log_step(self.run.id, version + 1, metrics)
+        return True
 
     def publish(self, version: int) -> Published:
         """Write the policy's present weights as `version`."""

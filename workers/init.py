@@ -9,7 +9,7 @@ from common.db import sandboxes
 from common.db.episodes import Claim
 from common.db.session import Database
 from common.episode import EpisodeState, Frozen, Message, ToolSpec
-from common.errors import boundary
+from common.errors import LeaseLost, boundary
 from common.outcomes import Outcome
 from workers.handlers.base import Handler
 from workers.sandbox.protocol import Backend
@@ -45,4 +45,14 @@ class Init:
             sandboxes.record(conn, claim, backend=self._backend.name, node=socket.gethostname(), handle=handle)
         with boundary(Outcome.SANDBOX_FAILED, f"sandbox {handle}"):
             self._backend.create(handle, files)
+        self._see_that_it_is_wanted(claim, handle)
         return handle
+
+    def _see_that_it_is_wanted(self, claim: Claim, handle: str) -> None:
+        """Remove a sandbox whose episode ended while it was made: the reaper may have swept before it was there."""
+        try:
+            with self._database.begin() as conn:
+                sandboxes.check_claim(conn, claim)
+        except LeaseLost:
+            self._backend.destroy(handle)
+            raise

@@ -32,6 +32,8 @@ class RunLoop:
         self.submit(_cancel_all()).result(STOP_TIMEOUT_S)
         self.loop.call_soon_threadsafe(self.loop.stop)
         self._thread.join(STOP_TIMEOUT_S)
+        if not self._thread.is_alive():
+            self.loop.close()
 
 
 async def _cancel_all() -> None:

@@ -6,6 +6,7 @@ The claim token is the fence: a worker whose lease was taken finds its token gon
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -102,12 +103,18 @@ def claim(
 
 
 def renew(conn: Connection, tokens: Collection[UUID], *, lease_s: float) -> set[UUID]:
-    """Prolong the leases of these claims in one statement; returns those that still hold."""
+    """Prolong the leases of these claims in one statement; returns those that still hold.
+
+    Rows are locked in the order of their ids, as a cancellation does: in any other, the two could wait for each other.
+    """
     rows = conn.execute(
         text(
             """
-            UPDATE episode SET lease_until = now() + :lease_s * interval '1 second'
-             WHERE claim_token = ANY(CAST(:tokens AS uuid[])) RETURNING claim_token
+            WITH held AS (
+                SELECT id FROM episode WHERE claim_token = ANY(CAST(:tokens AS uuid[])) ORDER BY id FOR UPDATE
+            )
+            UPDATE episode e SET lease_until = now() + :lease_s * interval '1 second'
+              FROM held WHERE e.id = held.id RETURNING e.claim_token
             """
         ),
         {"tokens": [str(token) for token in tokens], "lease_s": lease_s},
@@ -169,7 +176,7 @@ def move(
     if row is None:
         raise LeaseLost(f"episode {claim.episode_id} attempt {claim.attempt}: the claim of {claim.worker} is gone")
     if to in FINAL_STATES:
-        _count_final(conn, [claim.group_id])
+        count_final(conn, [claim.group_id])
         return None
     return Wakeup(stage=STAGE_OF[to], episode_id=claim.episode_id, attempt=claim.attempt)
 
@@ -314,7 +321,7 @@ def _give_back(
     ).all()
     if not rows:
         return None
-    _count_final(conn, [row.group_id for row in rows if row.state == EpisodeState.FAILED])
+    count_final(conn, [row.group_id for row in rows if row.state == EpisodeState.FAILED])
     return [
         Wakeup(stage=STAGE_OF[EpisodeState(row.state)], episode_id=row.id, attempt=row.attempt)
         for row in rows
@@ -322,17 +329,18 @@ def _give_back(
     ]
 
 
-def _count_final(conn: Connection, group_ids: list[int]) -> None:
-    for group_id in sorted(group_ids):
+def count_final(conn: Connection, group_ids: list[int]) -> None:
+    """Count episodes that have become final, in their groups: one id for each episode."""
+    for group_id, num in sorted(Counter(group_ids).items()):
         conn.execute(
             text(
                 """
                 UPDATE episode_group
-                   SET num_final = num_final + 1,
-                       state = CASE WHEN num_final + 1 = size THEN 'COMPLETE' ELSE state END,
-                       completed_at = CASE WHEN num_final + 1 = size THEN clock_timestamp() END
+                   SET num_final = num_final + :num,
+                       state = CASE WHEN num_final + :num = size THEN 'COMPLETE' ELSE state END,
+                       completed_at = CASE WHEN num_final + :num = size THEN clock_timestamp() END
                  WHERE id = :id
                 """
             ),
-            {"id": group_id},
+            {"id": group_id, "num": num},
         )

@@ -251,7 +251,10 @@ class PolicyVersion(Base):
 
 
 class TrainStep(Base):
-    """One training step: OPEN with its groups, then DONE with its version, in one transaction each."""
+    """One training step: OPEN with its groups, then DONE with its version, in one transaction each.
+
+    DROPPED if the run is stopped in between.
+    """
 
     __tablename__ = "train_step"
     __table_args__ = (

@@ -17,7 +17,7 @@ def name_to_go_on(conn: Connection, config: RunConfig) -> str:
         {"pattern": f"^{config.name}(-[0-9]+)?$"},
     ).all()
     for row in rows:
-        if row.state == "ACTIVE" and row.config == wanted:
+        if row.state in ("ACTIVE", "PAUSED") and row.config == wanted:
             return str(row.name)
     numbers = [int(row.name.removeprefix(config.name).removeprefix("-") or 1) for row in rows]
     return f"{config.name}-{max(numbers) + 1}" if numbers else config.name

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from sqlalchemy import Connection, Row, text
 
 from common.config import RunConfig
-from common.episode import RunState
+from common.episode import RUN_MOVES, RunState
 from common.errors import SetupError
 
 
@@ -48,6 +48,15 @@ def find(conn: Connection, name: str) -> Run | None:
     return _run(row) if row else None
 
 
+def require(conn: Connection, name: str) -> Run:
+    """The run of this name. Raises SetupError that lists the newest ones there are."""
+    run = find(conn, name)
+    if run is None:
+        newest = conn.execute(text("SELECT name FROM run ORDER BY id DESC LIMIT 10")).scalars().all()
+        raise SetupError(f"no run {name} in the database; there are: {', '.join(newest) or 'none'}")
+    return run
+
+
 def active(conn: Connection) -> list[Run]:
     """Runs that the feeder feeds."""
     rows = conn.execute(text("SELECT id, name, config, state FROM run WHERE state = 'ACTIVE' ORDER BY id"))
@@ -55,11 +64,30 @@ def active(conn: Connection) -> list[Run]:
 
 
 def finish(conn: Connection, run_id: int) -> None:
-    """Mark a run whose last version is published."""
-    conn.execute(
-        text("UPDATE run SET state = 'FINISHED', finished_at = now() WHERE id = :id AND state = 'ACTIVE'"),
-        {"id": run_id},
-    )
+    """Mark a run whose last version is published, unless somebody has stopped it."""
+    move(conn, run_id, RunState.FINISHED)
+
+
+def move(conn: Connection, run_id: int, to: RunState) -> bool:
+    """Compare-and-set of the run's state; False = that is not a move from where it stands.
+
+    The run's row stays locked until the transaction ends: no feeder makes groups and no trainer takes some meanwhile.
+    """
+    moved = conn.execute(
+        text(
+            """
+            UPDATE run SET state = :to, finished_at = CASE WHEN :final THEN now() END
+             WHERE id = :id AND state = ANY(:sources) RETURNING id
+            """
+        ),
+        {
+            "id": run_id,
+            "to": to,
+            "sources": [state for state, targets in RUN_MOVES.items() if to in targets],
+            "final": not RUN_MOVES[to],
+        },
+    ).first()
+    return moved is not None
 
 
 @dataclass(frozen=True, kw_only=True)

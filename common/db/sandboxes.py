@@ -20,12 +20,7 @@ class SandboxRow:
 
 def record(conn: Connection, claim: Claim, *, backend: str, node: str, handle: str) -> None:
     """Note a sandbox before it is made, so that a crash in between leaves a row and not an orphan."""
-    held = conn.execute(
-        text("SELECT id FROM episode WHERE id = :id AND claim_token = :token FOR SHARE"),
-        {"id": claim.episode_id, "token": claim.token},
-    ).first()
-    if held is None:
-        raise LeaseLost(f"episode {claim.episode_id}: the claim of {claim.worker} is gone")
+    check_claim(conn, claim)
     conn.execute(
         text(
             """
@@ -42,6 +37,16 @@ def record(conn: Connection, claim: Claim, *, backend: str, node: str, handle: s
             "handle": handle,
         },
     )
+
+
+def check_claim(conn: Connection, claim: Claim) -> None:
+    """Raise LeaseLost if the claim no longer holds; otherwise it does until the transaction ends."""
+    held = conn.execute(
+        text("SELECT id FROM episode WHERE id = :id AND claim_token = :token FOR SHARE"),
+        {"id": claim.episode_id, "token": claim.token},
+    ).first()
+    if held is None:
+        raise LeaseLost(f"episode {claim.episode_id}: the claim of {claim.worker} is gone")
 
 
 def orphans(conn: Connection, *, node: str, limit: int = 200) -> list[SandboxRow]:

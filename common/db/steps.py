@@ -66,8 +66,13 @@ def take_groups(conn: Connection, run_id: int, *, version_in: int, num_groups: i
     """Open a step with the oldest `num_groups` complete groups; fewer are left where they are.
 
     Groups whose oldest token is more than `max_staleness` versions behind `version_in`, or that have no baseline,
-    are dropped and counted.
+    are dropped and counted. Of a run that is over, nothing is taken.
     """
+    # Against a stop, which drops all groups: it waits until the step is committed, or we see that it was first.
+    if not conn.execute(
+        text("SELECT id FROM run WHERE id = :run_id AND state IN ('ACTIVE', 'PAUSED') FOR SHARE"), {"run_id": run_id}
+    ).first():
+        return Take(step=None, dropped=Counter())
     complete = [
         row.id
         for row in conn.execute(
@@ -102,7 +107,7 @@ def _drop(conn: Connection, group_ids: list[int], *, oldest: int) -> dict[int, D
         text(
             """
             WITH judged AS (
-                SELECT group_id, CASE WHEN min(version_min) < :oldest THEN 'stale'
+                SELECT group_id, CASE WHEN min(version_min) FILTER (WHERE state = 'SCORED') < :oldest THEN 'stale'
                                       WHEN count(*) FILTER (WHERE state = 'SCORED' AND outcome = ANY(:agent)) < 2
                                       THEN 'too_few_samples' END AS reason
                   FROM episode WHERE group_id = ANY(:ids) GROUP BY group_id
@@ -132,12 +137,22 @@ def finish_step(
     published: Published,
     metrics: dict[str, float],
     trained: list[TrainedEpisode],
-) -> None:
+) -> bool:
     """Step DONE, groups TRAINED, version published, episodes accounted for: one transaction, all or nothing.
 
-    Raises SetupError if the step is not OPEN: another trainer of the run has finished it.
+    False = nothing, because the run was stopped and the step dropped with it. Raises SetupError if the step is DONE:
+    another trainer of the run has finished it.
     """
-    done = conn.execute(
+    # The step's row is locked before any group's, as in `drop_open_step`: the two cannot deadlock.
+    state = conn.execute(text("SELECT state FROM train_step WHERE id = :id FOR UPDATE"), {"id": step.id}).scalar_one()
+    if state == "DROPPED":
+        return False
+    if state != "OPEN":
+        raise SetupError(
+            f"step {step.id} of run {step.run_id} from version {step.version_in} is not open: another trainer has "
+            "finished it. Start one trainer for a run"
+        )
+    conn.execute(
         text(
             """
             WITH trained AS (
@@ -145,18 +160,14 @@ def finish_step(
             )
             UPDATE train_step SET state = 'DONE', metrics = CAST(:metrics AS jsonb), finished_at = clock_timestamp(),
                    num_groups = (SELECT count(*) FROM trained)
-             WHERE id = :id AND state = 'OPEN'
+             WHERE id = :id
             """
         ),
         {"id": step.id, "metrics": json.dumps(metrics, allow_nan=False)},
     )
-    if done.rowcount != 1:
-        raise SetupError(
-            f"step {step.id} of run {step.run_id} from version {step.version_in} is not open: another trainer has "
-            "finished it. Start one trainer for a run"
-        )
     _account(conn, step, trained)
     versions.publish(conn, step.run_id, step.version_in + 1, published)
+    return True
 
 
 def _account(conn: Connection, step: Step, trained: list[TrainedEpisode]) -> None:
@@ -180,3 +191,33 @@ def _account(conn: Connection, step: Step, trained: list[TrainedEpisode]) -> Non
             for episode in trained
         ],
     )
+
+
+def drop_open_step(conn: Connection, run_id: int) -> None:
+    """Give up the open step of a run that is being stopped. Its groups are still TAKEN: `drop_groups` is next.
+
+    The step's row is locked before any group's, as `finish_step` does.
+    """
+    conn.execute(
+        text(
+            """
+            UPDATE train_step SET state = 'DROPPED', finished_at = clock_timestamp()
+             WHERE run_id = :run_id AND state = 'OPEN'
+            """
+        ),
+        {"run_id": run_id},
+    )
+
+
+def drop_groups(conn: Connection, run_id: int) -> int:
+    """Drop every group of a stopped run that is not trained; returns how many. All its episodes must be final."""
+    dropped = conn.execute(
+        text(
+            """
+            UPDATE episode_group SET state = 'DROPPED', drop_reason = :reason
+             WHERE run_id = :run_id AND state IN ('OPEN', 'COMPLETE', 'TAKEN') RETURNING id
+            """
+        ),
+        {"run_id": run_id, "reason": DropReason.STOPPED},
+    )
+    return len(dropped.all())

@@ -21,7 +21,7 @@ from sqlalchemy import text
 from sqlalchemy.exc import IntegrityError
 
 from common.config import RolloutConfig, RunConfig, TrainConfig
-from common.db import engines, episodes, report, runs, steps, tasks, turns, versions
+from common.db import engines, episodes, report, run_control, runs, steps, tasks, turns, versions
 from common.db.session import Database
 from common.db.versions import PolicyVersion
 from common.episode import (
@@ -339,3 +339,21 @@ def database_away(database: Database, server_url: str) -> Iterator[None]:
             conn.execute(text(f"ALTER DATABASE {name} ALLOW_CONNECTIONS true"))
     finally:
         server.dispose()
+
+
+def test_a_run_that_is_stopped_within_a_step_ends_the_trainer_and_publishes_nothing(
+    world: World, new_trainer: Callable[[], Trainer]
+):
+    trainer = new_trainer()
+    trainer.resume()
+    start = newest(world)
+    assert start is not None
+    play(world, start)
+    work = wait_for_work(world.database, world.run, version=0, stop=threading.Event(), look_up=lambda: None)
+    assert work is not None
+    with world.database.begin() as conn:
+        assert run_control.stop(conn, world.run.name, why="enough").num_groups_dropped == 2
+
+    assert trainer.train_step(work) is False
+    assert newest(world) == start
+    assert new_trainer().train(threading.Event()) is True

@@ -29,7 +29,7 @@ def refusal(*arguments: str) -> str:
 def test_help_names_every_command() -> None:
     result = RUNNER.invoke(app, ["--help"])
     assert result.exit_code == 0
-    for command in ("demo", "up", "status", "report", "sql", "psql", "flower", "migrate"):
+    for command in ("demo", "up", "status", "report", "sql", "psql", "flower", "migrate", "run", "cancel"):
         assert f"│ {command} " in result.output
 
 
@@ -62,6 +62,9 @@ def test_what_has_to_be_mended_is_one_line_on_stderr_and_exit_code_2() -> None:
         (("demo", "--broker", "kafka"), "kafka"),
         (("flower", "--port", "99999"), "--port"),
         (("dmeo",), "dmeo"),
+        (("cancel", "--episode", "0"), "--episode"),
+        (("cancel", "--episode", "9" * 30), "--episode"),
+        (("run", "halt", "mine"), "halt"),
     ],
 )
 def test_wrong_arguments_are_refused_by_name(arguments: tuple[str, ...], named: str) -> None:
@@ -103,7 +106,23 @@ def test_report_file_in_a_wrong_place_is_refused_before_anything_starts(tmp_path
     assert not (tmp_path / "data").exists()
 
 
-@pytest.mark.parametrize("command", [("status",), ("report",), ("sql", "SELECT 1"), ("psql",)])
+@pytest.mark.parametrize("arguments", [(), ("--episode", "1", "--run", "mine")])
+def test_cancel_needs_exactly_one_kind_of_thing(arguments: tuple[str, ...]) -> None:
+    assert refusal("cancel", *arguments) == "say what to cancel by one of --episode ID, --group ID and --run NAME"
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        ("status",),
+        ("report",),
+        ("sql", "SELECT 1"),
+        ("psql",),
+        ("run", "list"),
+        ("run", "stop", "mine"),
+        ("cancel", "--run", "mine"),
+    ],
+)
 def test_without_a_database_the_person_is_told_how_to_get_one(command: tuple[str, ...], tmp_path: Path) -> None:
     assert refusal(*command, "--data-dir", str(tmp_path)) == (
         f"no database in data folder {tmp_path}: make one with `rollmill demo`, "

@@ -11,7 +11,7 @@ from common.episode import RunState
 from common.errors import SetupError
 from deploy.progress import View
 from deploy.supervisor import ProcessStatus, StopRequested
-from deploy.watch import Reading, Watched, problem_of, watch
+from deploy.watch import Movement, Reading, Watched, problem_of, watch
 from tests.unit.deploy.samples import CONFIG, make_process, make_snapshot
 
 
@@ -83,6 +83,13 @@ def test_the_stacks_errors_end_the_watching() -> None:
 def test_figures_that_stand_still_too_long_are_an_error_that_names_run_and_logs() -> None:
     with pytest.raises(SetupError, match=r"run demo-shell-seed7: no figure has changed .* /data/logs"):
         watch(watched(stall_limit_s=0.1), stack=CountingStack(), latest=Readings(make_snapshot()), display=Frames())
+
+
+def test_a_paused_run_may_stand_still() -> None:
+    movement = Movement(CONFIG, now_s=0.0)
+    for at_s in (1.0, 900.0):
+        movement.note(Reading(snapshot=make_snapshot(state=RunState.PAUSED), at_s=at_s, error=None))
+    assert movement.moved_s == 900.0
 
 
 def test_old_figures_are_explained() -> None:

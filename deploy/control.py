@@ -1,0 +1,124 @@
+"""The commands that end or hold up work: `rollmill cancel` and `rollmill run`. Each is one transaction."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.console import Console
+
+from common.errors import SetupError
+from deploy.options import DataDir, settings_for
+
+if TYPE_CHECKING:
+    from common.db.cancel import Cancelled
+
+NOTHING_TO_CANCEL = 1
+"""Exit code when all that was named had ended before."""
+MAX_ID = 2**63 - 1
+
+run_app = typer.Typer(no_args_is_help=True, help="List, pause, resume and stop runs.")
+
+Episodes = Annotated[
+    list[int] | None, typer.Option("--episode", min=1, max=MAX_ID, help="Id of an episode; may be repeated.")
+]
+Groups = Annotated[
+    list[int] | None, typer.Option("--group", min=1, max=MAX_ID, help="Id of a group, for all its episodes.")
+]
+RunName = Annotated[str, typer.Argument(help="The run's name.")]
+Why = Annotated[str, typer.Option("--why", help="The reason, for the history.")]
+
+
+@run_app.command(name="list")
+def list_runs(data_dir: DataDir = None) -> None:
+    """List the newest runs and how they stand, like `rollmill status`."""
+    settings = settings_for(data_dir)
+    from deploy.access import open_database
+    from deploy.status import status_table
+
+    with open_database(settings) as database:
+        Console().print(status_table(database))
+
+
+@run_app.command(epilog="[bold]rollmill run pause my-run[/]")
+def pause(run: RunName, data_dir: DataDir = None) -> None:
+    """Make no new episodes; those in flight finish and are trained."""
+    settings = settings_for(data_dir)
+    from common.db import run_control
+    from deploy.access import open_database
+
+    with open_database(settings) as database, database.begin() as conn:
+        run_control.pause(conn, run)
+    _say(f"run {run} is paused: episodes in flight finish, and no new ones are made; `rollmill run resume {run}`")
+
+
+@run_app.command(epilog="[bold]rollmill run resume my-run[/]")
+def resume(run: RunName, data_dir: DataDir = None) -> None:
+    """Let a paused run go on where it stood."""
+    settings = settings_for(data_dir)
+    from common.db import run_control
+    from deploy.access import open_database
+
+    with open_database(settings) as database, database.begin() as conn:
+        run_control.resume(conn, run)
+    _say(f"run {run} is active again")
+
+
+@run_app.command(epilog='[bold]rollmill run stop my-run --why "the reward is broken"[/]')
+def stop(run: RunName, why: Why = "the run was stopped", data_dir: DataDir = None) -> None:
+    """End a run for good: its episodes are cancelled, its untrained groups dropped. What was sampled is kept."""
+    settings = settings_for(data_dir)
+    from common.db import run_control
+    from deploy.access import open_database
+
+    with open_database(settings) as database, database.begin() as conn:
+        stopped = run_control.stop(conn, run, why=why)
+    _say(f"run {run} is stopped: {cancelled_line(stopped.episodes)}; {stopped.num_groups_dropped:,} groups dropped")
+
+
+def cancel(
+    episode: Episodes = None,
+    group: Groups = None,
+    run: Annotated[str | None, typer.Option("--run", help="Name of a run, for all its episodes.")] = None,
+    why: Why = "cancelled by hand",
+    data_dir: DataDir = None,
+) -> None:
+    """Cancel episodes at once, wherever they stand; turns that were sampled are kept, but never trained.
+
+    An active run makes new episodes in their place: `rollmill run stop` ends it. Exit code 1: all had ended before.
+    """
+    if sum(bool(given) for given in (episode, group, run)) != 1:
+        raise SetupError("say what to cancel by one of --episode ID, --group ID and --run NAME")
+    settings = settings_for(data_dir)
+    from common.db import cancel, runs
+    from deploy.access import open_database
+
+    with open_database(settings) as database, database.begin() as conn:
+        if run:
+            done = cancel.cancel_run(conn, runs.require(conn, run).id, why=why)
+        elif group:
+            done = cancel.cancel_groups(conn, group, why=why)
+        else:
+            done = cancel.cancel_episodes(conn, episode or [], why=why)
+    _say(cancelled_line(done))
+    if not done.num_cancelled:
+        raise typer.Exit(NOTHING_TO_CANCEL)
+
+
+def cancelled_line(done: Cancelled) -> str:
+    """What a cancellation did, in words."""
+    ended = ", ".join(f"{num:,} {state.lower()}" for state, num in sorted(done.already_final.items()))
+    if not done.num_cancelled:
+        return f"nothing to cancel: {'no episodes' if not ended else f'all had ended before ({ended})'}"
+    line = f"{_episodes(done.num_cancelled)} cancelled"
+    if done.num_at_work:
+        line += f", work on {done.num_at_work:,} of them stops within seconds"
+    return f"{line}; {sum(done.already_final.values()):,} had ended before ({ended})" if ended else line
+
+
+def _episodes(num: int) -> str:
+    return f"{num:,} episode" if num == 1 else f"{num:,} episodes"
+
+
+def _say(line: str) -> None:
+    Console().print(line, markup=False, highlight=False, soft_wrap=True)
