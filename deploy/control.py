@@ -73,7 +73,8 @@ def stop(run: RunName, why: Why = "the run was stopped", data_dir: DataDir = Non
 
     with open_database(settings) as database, database.begin() as conn:
         stopped = run_control.stop(conn, run, why=why)
-    _say(f"run {run} is stopped: {cancelled_line(stopped.episodes)}; {stopped.num_groups_dropped:,} groups dropped")
+    ended = cancelled_line(stopped.episodes) if stopped.episodes.num_cancelled else "no episode was in flight"
+    _say(f"run {run} is stopped: {ended}; {stopped.num_groups_dropped:,} groups dropped")
 
 
 def cancel(
