@@ -27,6 +27,9 @@ app = typer.Typer(
     epilog="Start here: [bold]rollmill demo[/]. It needs no service, no GPU and no root.",
 )
 
+db_app = typer.Typer(no_args_is_help=True, help="The database's own matters: who may do what in it.")
+app.add_typer(db_app, name="db")
+
 DataDir = Annotated[
     Path | None,
     typer.Option("--data-dir", help="Folder with database, weights and logs.", show_default="ROLLMILL_DATA_DIR"),
@@ -208,6 +211,37 @@ def migrate() -> None:
     finally:
         database.dispose()
     Console().print(f"the database has schema {head_revision()}", highlight=False)
+
+
+@db_app.command(epilog="[bold]rollmill db roles --passwords /etc/rollmill/roles[/]")
+def roles(
+    passwords: Annotated[
+        Path | None,
+        typer.Option(
+            help="Lines `role password`; what is missing is made up.", show_default="roles in the data folder"
+        ),
+    ] = None,
+    prefix: Annotated[str, typer.Option(help="The roles are called PREFIX_init, PREFIX_run …")] = "rollmill",
+    data_dir: DataDir = None,
+) -> None:
+    """Give each kind of process a Postgres role of its own, with the grants that it needs and no more.
+
+    Run it again after `rollmill migrate`, to change passwords, or to mend grants.
+    """
+    settings = _settings(data_dir)
+    from deploy.access import open_database
+    from deploy.roles import make_roles, roles_table
+
+    file = (passwords or settings.data_dir / "roles").absolute()
+    with open_database(settings) as database:
+        made = make_roles(database, prefix=prefix, passwords_file=file)
+    console = Console()
+    console.print(roles_table(made))
+    console.print(
+        f"passwords: {file}; start each process with its own role in ROLLMILL_DATABASE_URL",
+        highlight=False,
+        soft_wrap=True,
+    )
 
 
 def _settings(data_dir: Path | None) -> Settings:

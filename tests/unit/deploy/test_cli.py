@@ -29,7 +29,7 @@ def refusal(*arguments: str) -> str:
 def test_help_names_every_command() -> None:
     result = RUNNER.invoke(app, ["--help"])
     assert result.exit_code == 0
-    for command in ("demo", "up", "status", "report", "sql", "psql", "flower", "migrate"):
+    for command in ("demo", "up", "status", "report", "sql", "psql", "flower", "migrate", "db"):
         assert f"│ {command} " in result.output
 
 
