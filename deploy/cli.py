@@ -198,6 +198,46 @@ def flower(
     serve_flower(settings, port=port, announce=announce)
 
 
+@app.command(epilog="[bold]rollmill export my-run --out my-run.parquet.d[/]")
+def export(
+    run: Annotated[str, typer.Argument(help="The run's name.")],
+    out: Annotated[Path, typer.Option(help="Folder to make; it appears when it is complete.")],
+    data_dir: DataDir = None,
+) -> None:
+    """Write a run, finished or going on, as Parquet: episodes, turns with their token arrays, events, steps."""
+    settings = _settings(data_dir)
+    from deploy.access import find_run, open_database
+    from deploy.retention import export_with_bar
+
+    with open_database(settings) as database:
+        export_with_bar(database, find_run(database, run), out.absolute(), console=Console())
+
+
+@app.command(epilog="[bold]rollmill prune my-run[/]   ·   [bold]rollmill prune my-run --all --yes[/]")
+def prune(
+    run: Annotated[str, typer.Argument(help="The name of a run that is finished or stopped.")],
+    whole: Annotated[bool, typer.Option("--all", help="Delete every row of it, not only arrays and texts.")] = False,
+    yes: Annotated[bool, typer.Option("--yes", help="Don't ask.")] = False,
+    data_dir: DataDir = None,
+) -> None:
+    """Delete a run's token arrays and texts from the database; rewards, timings, history and figures stay.
+
+    Export it first if you may want them again.
+    """
+    settings = _settings(data_dir)
+    from common.db.prune import check_prunable
+    from deploy.access import find_run, open_database
+    from deploy.retention import prune_with_bar
+
+    with open_database(settings) as database:
+        found = find_run(database, run)
+        check_prunable(database, found, whole=whole)
+        if not yes:
+            what = f"everything of run {run}" if whole else f"all token arrays and texts of run {run}"
+            typer.confirm(f"Delete {what} for good?", abort=True)
+        prune_with_bar(database, found, whole=whole, console=Console())
+
+
 @app.command(epilog="[bold]ROLLMILL_DATABASE_URL=postgresql://user:password@host:5432/name rollmill migrate[/]")
 def migrate() -> None:
     """Bring the schema of the database in ROLLMILL_DATABASE_URL up to this program's."""
