@@ -149,7 +149,7 @@ def sql(
 ) -> None:
     """Ask the database: a table on a terminal, tab-separated values in a pipe.
 
-    Views: samples, reward_by_version, staleness, episode_timings, failures_by_kind.
+    Views: samples, reward_by_version, staleness, episode_timings, failures_by_kind, stage_throughput.
     """
     settings = _settings(data_dir)
     from common.db.examples import ask
@@ -163,6 +163,26 @@ def sql(
         console.print(answer_table(answer, max_rows=None))
     else:
         sys.stdout.write(tab_separated(answer))
+
+
+@app.command(epilog="[bold]rollmill queries demo-calculator-seed0[/]")
+def queries(
+    run: Annotated[str | None, typer.Argument(help="The run's name.", show_default="the newest run")] = None,
+    markdown: Annotated[Path | None, typer.Option(help="Write them to this file, as Markdown.")] = None,
+    data_dir: DataDir = None,
+) -> None:
+    """Ask a run everything that people usually ask, and show the SQL to ask further."""
+    settings = _settings(data_dir)
+    from deploy.access import find_run, open_database
+    from deploy.queries import ask_all, print_all, write_markdown
+
+    with open_database(settings) as database:
+        found = find_run(database, run)
+        answers = ask_all(database, found)
+    if markdown is not None:
+        write_markdown(answers, found, markdown)
+    else:
+        print_all(answers, found, console=Console())
 
 
 @app.command(

@@ -29,7 +29,20 @@ def refusal(*arguments: str) -> str:
 def test_help_names_every_command() -> None:
     result = RUNNER.invoke(app, ["--help"])
     assert result.exit_code == 0
-    for command in ("demo", "up", "status", "report", "sql", "psql", "flower", "migrate", "export", "prune", "db"):
+    for command in (
+        "demo",
+        "up",
+        "status",
+        "report",
+        "sql",
+        "psql",
+        "flower",
+        "migrate",
+        "export",
+        "prune",
+        "queries",
+        "db",
+    ):
         assert f"│ {command} " in result.output
 
 
