@@ -11,7 +11,7 @@ import pytest
 from sqlalchemy import make_url, text
 from sqlalchemy.exc import IntegrityError
 
-from common.db import engines, episodes, groups, runs, sandboxes, snapshot, steps, tasks, turns, versions
+from common.db import engines, episodes, groups, report, runs, sandboxes, snapshot, steps, tasks, turns, versions
 from common.db.episodes import Claim, Wakeup
 from common.db.roles import Role, grant_roles, user_of
 from common.db.session import Database, check_schema
@@ -20,6 +20,7 @@ from common.episode import EpisodeState
 from common.errors import SetupError
 from common.outcomes import Outcome
 from common.weights import Published
+from deploy.export import export_run
 from deploy.roles import make_roles, read_passwords
 from tests.integration.world import World, make_turn
 
@@ -137,7 +138,7 @@ def train(cast: Cast, world: World) -> list[int]:
     return [episode.episode_id for episode in loaded]
 
 
-def test_the_roles_do_a_whole_run_between_them(cast: Cast, world: World) -> None:
+def test_the_roles_do_a_whole_run_between_them(cast: Cast, world: World, tmp_path: Path) -> None:
     wakeups = feed(cast, world, num_groups=2)
     for wakeup in wakeups:
         score(cast, sample(cast, prepare(cast, wakeup)))
@@ -145,6 +146,8 @@ def test_the_roles_do_a_whole_run_between_them(cast: Cast, world: World) -> None
     with cast[Role.READER].begin() as conn:
         now = snapshot.take_snapshot(conn, world.run.id)
         assert (now.episodes[EpisodeState.SCORED], now.version_newest) == (4, 1)
+        assert report.summary(conn, world.run.id).episodes_trained == 4
+    assert export_run(cast[Role.READER], world.run, tmp_path / "out", report=lambda *_: None)["turns"] == 4
 
 
 def test_every_process_may_see_that_its_schema_is_right(cast: Cast) -> None:
