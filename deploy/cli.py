@@ -28,6 +28,9 @@ app = typer.Typer(
     epilog="Start here: [bold]rollmill demo[/]. It needs no service, no GPU and no root.",
 )
 
+db_app = typer.Typer(no_args_is_help=True, help="The database's own matters: who may do what in it.")
+app.add_typer(db_app, name="db")
+
 Broker = Annotated[
     BrokerKind,
     typer.Option(envvar="BROKER", help="Which broker to start, where ROLLMILL_BROKER_URL names none."),
@@ -150,7 +153,7 @@ def sql(
 ) -> None:
     """Ask the database: a table on a terminal, tab-separated values in a pipe.
 
-    Views: samples, reward_by_version, staleness, episode_timings, failures_by_kind.
+    Views: samples, reward_by_version, staleness, episode_timings, failures_by_kind, stage_throughput.
     """
     settings = settings_for(data_dir)
     from common.db.examples import ask
@@ -164,6 +167,26 @@ def sql(
         console.print(answer_table(answer, max_rows=None))
     else:
         sys.stdout.write(tab_separated(answer))
+
+
+@app.command(epilog="[bold]rollmill queries demo-calculator-seed0[/]")
+def queries(
+    run: Annotated[str | None, typer.Argument(help="The run's name.", show_default="the newest run")] = None,
+    markdown: Annotated[Path | None, typer.Option(help="Write them to this file, as Markdown.")] = None,
+    data_dir: DataDir = None,
+) -> None:
+    """Ask a run everything that people usually ask, and show the SQL to ask further."""
+    settings = settings_for(data_dir)
+    from deploy.access import find_run, open_database
+    from deploy.queries import ask_all, print_all, write_markdown
+
+    with open_database(settings) as database:
+        found = find_run(database, run)
+        answers = ask_all(database, found)
+    if markdown is not None:
+        write_markdown(answers, found, markdown)
+    else:
+        print_all(answers, found, console=Console())
 
 
 @app.command(
@@ -199,6 +222,46 @@ def flower(
     serve_flower(settings, port=port, announce=announce)
 
 
+@app.command(epilog="[bold]rollmill export my-run --out my-run.parquet.d[/]")
+def export(
+    run: Annotated[str, typer.Argument(help="The run's name.")],
+    out: Annotated[Path, typer.Option(help="Folder to make; it appears when it is complete.")],
+    data_dir: DataDir = None,
+) -> None:
+    """Write a run, finished or going on, as Parquet: episodes, turns with their token arrays, events, steps."""
+    settings = settings_for(data_dir)
+    from deploy.access import find_run, open_database
+    from deploy.retention import export_with_bar
+
+    with open_database(settings) as database:
+        export_with_bar(database, find_run(database, run), out.absolute(), console=Console())
+
+
+@app.command(epilog="[bold]rollmill prune my-run[/]   ·   [bold]rollmill prune my-run --all --yes[/]")
+def prune(
+    run: Annotated[str, typer.Argument(help="The name of a run that is finished or stopped.")],
+    whole: Annotated[bool, typer.Option("--all", help="Delete every row of it, not only arrays and texts.")] = False,
+    yes: Annotated[bool, typer.Option("--yes", help="Don't ask.")] = False,
+    data_dir: DataDir = None,
+) -> None:
+    """Delete a run's token arrays and texts from the database; rewards, timings, history and figures stay.
+
+    Export it first if you may want them again.
+    """
+    settings = settings_for(data_dir)
+    from common.db.prune import check_prunable
+    from deploy.access import find_run, open_database
+    from deploy.retention import prune_with_bar
+
+    with open_database(settings) as database:
+        found = find_run(database, run)
+        check_prunable(database, found, whole=whole)
+        if not yes:
+            what = f"everything of run {run}" if whole else f"all token arrays and texts of run {run}"
+            typer.confirm(f"Delete {what} for good?", abort=True)
+        prune_with_bar(database, found, whole=whole, console=Console())
+
+
 @app.command(epilog="[bold]ROLLMILL_DATABASE_URL=postgresql://user:password@host:5432/name rollmill migrate[/]")
 def migrate() -> None:
     """Bring the schema of the database in ROLLMILL_DATABASE_URL up to this program's."""
@@ -212,6 +275,37 @@ def migrate() -> None:
     finally:
         database.dispose()
     Console().print(f"the database has schema {head_revision()}", highlight=False)
+
+
+@db_app.command(epilog="[bold]rollmill db roles --passwords /etc/rollmill/roles[/]")
+def roles(
+    passwords: Annotated[
+        Path | None,
+        typer.Option(
+            help="Lines `role password`; what is missing is made up.", show_default="roles in the data folder"
+        ),
+    ] = None,
+    prefix: Annotated[str, typer.Option(help="The roles are called PREFIX_init, PREFIX_run …")] = "rollmill",
+    data_dir: DataDir = None,
+) -> None:
+    """Give each kind of process a Postgres role of its own, with the grants that it needs and no more.
+
+    Run it again after `rollmill migrate`, to change passwords, or to mend grants.
+    """
+    settings = settings_for(data_dir)
+    from deploy.access import open_database
+    from deploy.roles import make_roles, roles_table
+
+    file = (passwords or settings.data_dir / "roles").absolute()
+    with open_database(settings) as database:
+        made = make_roles(database, prefix=prefix, passwords_file=file)
+    console = Console()
+    console.print(roles_table(made))
+    console.print(
+        f"passwords: {file}; start each process with its own role in ROLLMILL_DATABASE_URL",
+        highlight=False,
+        soft_wrap=True,
+    )
 
 
 def _with_model(config: RunConfig) -> RunConfig:

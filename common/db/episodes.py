@@ -139,16 +139,22 @@ def move(
     """
     at = TAKES[claim.stage]
     assert to in MOVES[at], f"{at} -> {to} is not a move"
+    results = {
+        "prepared": json.dumps(prepared) if prepared is not None else None,
+        "outcome": outcome,
+        "reward": reward,
+        "reward_parts": json.dumps(reward_parts) if reward_parts is not None else None,
+    }
+    # Only what the stage has made is named: its role may not write the other columns, not even with NULL.
+    given = "".join(f", {_SET_RESULT[name]}" for name, value in results.items() if value is not None)
     # One statement for the move and its event: each costs a round trip, three times per episode.
     row = conn.execute(
         text(
-            """
+            f"""
             WITH moved AS (
                 UPDATE episode
                    SET state = :to, claim_worker = NULL, claim_token = NULL, lease_until = NULL, enqueued_at = now(),
-                       prepared = coalesce(CAST(:prepared AS jsonb), prepared), outcome = coalesce(:outcome, outcome),
-                       reward = :reward, reward_parts = CAST(:reward_parts AS jsonb),
-                       finished_at = CASE WHEN :final THEN clock_timestamp() END
+                       finished_at = CASE WHEN :final THEN clock_timestamp() END{given}
                  WHERE id = :id AND claim_token = :token AND state = :at AND attempt = :attempt
                 RETURNING id
             ), noted AS (
@@ -164,13 +170,10 @@ def move(
             "at": at,
             "attempt": claim.attempt,
             "to": to,
-            "prepared": json.dumps(prepared) if prepared is not None else None,
-            "outcome": outcome,
-            "reward": reward,
-            "reward_parts": json.dumps(reward_parts) if reward_parts is not None else None,
             "final": to in FINAL_STATES,
             "worker": claim.worker,
             "why": why,
+            **{name: value for name, value in results.items() if value is not None},
         },
     ).first()
     if row is None:
@@ -272,6 +275,12 @@ def resend(conn: Connection, *, after_s: float, limit: int = 500) -> list[Wakeup
     return [Wakeup(stage=STAGE_OF[EpisodeState(r.state)], episode_id=r.id, attempt=r.attempt) for r in rows]
 
 
+_SET_RESULT = {
+    "prepared": "prepared = CAST(:prepared AS jsonb)",
+    "outcome": "outcome = :outcome",
+    "reward": "reward = :reward",
+    "reward_parts": "reward_parts = CAST(:reward_parts AS jsonb)",
+}
 _UNCLAIM = "claim_worker = NULL, claim_token = NULL, lease_until = NULL, enqueued_at = now()"
 _NEEDS_SANDBOX = "(state = 'NEW' OR (state = 'READY' AND prepared -> 'sandbox' <> 'null'))"
 _START_OVER = """

@@ -99,6 +99,92 @@ EXAMPLES = tuple(
 )
 
 
+MORE_EXAMPLES = tuple(
+    Example(title=title, sql=textwrap.dedent(sql).strip())
+    for title, sql in (
+        (
+            "What broke under the episodes, where, and with which last error?",
+            """
+            SELECT stage, kind, failures, episodes, failed_for_good, last_error
+              FROM failures_by_kind WHERE run = :run ORDER BY failures DESC, stage, kind
+            """,
+        ),
+        (
+            "Which episodes took longest, and where?",
+            """
+            SELECT episode_id, outcome, failures, round(init_s, 2) AS init_s, round(run_s, 2) AS run_s,
+                   round(eval_s, 2) AS eval_s, round(total_s, 2) AS total_s
+              FROM episode_timings WHERE run = :run AND total_s IS NOT NULL
+             ORDER BY episode_timings.total_s DESC, episode_id LIMIT 10
+            """,
+        ),
+        (
+            "Where did the last day's time go: how many episodes did each stage finish a minute?",
+            """
+            SELECT minute, coalesce(sum(episodes) FILTER (WHERE stage = 'INIT'), 0) AS init,
+                   coalesce(sum(episodes) FILTER (WHERE stage = 'RUN'), 0) AS run,
+                   coalesce(sum(episodes) FILTER (WHERE stage = 'EVAL'), 0) AS eval
+              FROM stage_throughput
+             WHERE stage_throughput.run = :run AND minute > now() - interval '1 day'
+             GROUP BY minute ORDER BY minute
+            """,
+        ),
+        (
+            "How long are the episodes of each version, in sampled tokens?",
+            """
+            SELECT e.version_min AS version, count(*) AS episodes, min(e.num_sampled) AS shortest,
+                   percentile_disc(0.5) WITHIN GROUP (ORDER BY e.num_sampled) AS median,
+                   percentile_disc(0.95) WITHIN GROUP (ORDER BY e.num_sampled) AS p95, max(e.num_sampled) AS longest,
+                   round(100.0 * count(*) FILTER (WHERE e.outcome = 'token_limit') / count(*), 1) AS percent_cut
+              FROM episode e JOIN run r ON r.id = e.run_id
+             WHERE r.name = :run AND e.state = 'SCORED' AND e.version_min IS NOT NULL
+             GROUP BY e.version_min ORDER BY e.version_min
+            """,
+        ),
+        (
+            "How did the siblings of the newest group with mixed rewards do?",
+            """
+            SELECT e.id AS episode_id, e.index, e.reward, x.advantage, e.outcome, e.num_turns, e.num_sampled
+              FROM episode e LEFT JOIN trained_episode x ON x.episode_id = e.id
+             WHERE e.group_id = (
+                   SELECT m.group_id FROM episode m JOIN run r ON r.id = m.run_id
+                    WHERE r.name = :run AND m.state = 'SCORED'
+                    GROUP BY m.group_id HAVING min(m.reward) < max(m.reward) ORDER BY m.group_id DESC LIMIT 1)
+             ORDER BY e.index
+            """,
+        ),
+        (
+            "What happened to the episode with the longest history?",
+            """
+            SELECT v.at, v.attempt, v.from_state, v.to_state, v.why, v.worker
+              FROM episode_event v
+             WHERE v.episode_id = (
+                   SELECT h.episode_id FROM episode_event h JOIN episode e ON e.id = h.episode_id
+                     JOIN run r ON r.id = e.run_id
+                    WHERE r.name = :run GROUP BY h.episode_id ORDER BY count(*) DESC, h.episode_id LIMIT 1)
+             ORDER BY v.id
+            """,
+        ),
+        (
+            "How did training go, step by step?",
+            """
+            SELECT version_in + 1 AS version, round((metrics ->> 'reward_mean')::numeric, 3) AS reward,
+                   round((metrics ->> 'loss')::numeric, 4) AS loss,
+                   round((metrics ->> 'entropy')::numeric, 4) AS entropy,
+                   round((metrics ->> 'grad_norm')::numeric, 4) AS grad_norm,
+                   round((metrics ->> 'lag_mean')::numeric, 2) AS lag,
+                   (metrics ->> 'num_tokens')::float8::int AS tokens,
+                   round((metrics ->> 'wait_s')::numeric, 2) AS wait_s,
+                   round((metrics ->> 'train_s')::numeric, 2) AS train_s
+              FROM train_step s JOIN run r ON r.id = s.run_id
+             WHERE r.name = :run AND s.state = 'DONE' ORDER BY version_in
+            """,
+        ),
+    )
+)
+"""Beside those of the report. All are in docs/queries.md, which `rollmill queries --markdown` writes."""
+
+
 def run_example(conn: Connection, example: Example, run: str) -> Answer:
     """Ask the question of this run."""
     # `::type` is what people write in Postgres, but the colons would be taken for parameters.

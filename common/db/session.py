@@ -12,13 +12,15 @@ from alembic.config import Config
 from alembic.runtime.migration import MigrationContext
 from alembic.script import ScriptDirectory
 from sqlalchemy import Connection, Engine, create_engine, make_url, text
-from sqlalchemy.exc import ArgumentError, InterfaceError, OperationalError
+from sqlalchemy.exc import ArgumentError, InterfaceError, OperationalError, ProgrammingError
 
 from common.errors import DatabaseUnavailable, SetupError
 from common.settings import masked
 
 CONNECT_TIMEOUT_S = 5
 MIGRATION_LOCK = 7_261_004
+INSUFFICIENT_PRIVILEGE = "42501"
+"""SQLSTATE of what the user's role may not do."""
 
 
 class Database:
@@ -59,13 +61,21 @@ class Database:
     def begin(self) -> Iterator[Connection]:
         """One transaction: committed at the end of the block, rolled back on any error.
 
-        Raises DatabaseUnavailable when the server is gone, so that callers need not know the driver's errors.
+        Raises DatabaseUnavailable when the server is gone, SetupError when the user's role may not do this, so that
+        callers need not know the driver's errors.
         """
         try:
             with self.engine.begin() as conn:
                 yield conn
         except (OperationalError, InterfaceError) as error:
             raise DatabaseUnavailable(str(error.orig).strip().splitlines()[0]) from error
+        except ProgrammingError as error:
+            if getattr(error.orig, "pgcode", None) != INSUFFICIENT_PRIVILEGE:
+                raise
+            raise SetupError(
+                f"database user {self.engine.url.username}: {str(error.orig).strip().splitlines()[0]}. "
+                "`rollmill db roles` grants each process what it needs; check the user in ROLLMILL_DATABASE_URL"
+            ) from error
 
     def dispose(self) -> None:
         self.engine.dispose()

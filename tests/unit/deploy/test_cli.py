@@ -15,7 +15,7 @@ from common.errors import SetupError
 from deploy.cli import app
 from deploy.demo import DemoHandler, demo_config
 
-HEAVY = ("matplotlib", "sqlalchemy", "alembic", "torch")
+HEAVY = ("matplotlib", "pyarrow", "sqlalchemy", "alembic", "torch")
 RUNNER = CliRunner(env={name: None for name in os.environ if name.startswith("ROLLMILL_")} | {"COLUMNS": "100"})
 
 
@@ -29,7 +29,22 @@ def refusal(*arguments: str) -> str:
 def test_help_names_every_command() -> None:
     result = RUNNER.invoke(app, ["--help"])
     assert result.exit_code == 0
-    for command in ("demo", "up", "status", "report", "sql", "psql", "flower", "migrate", "run", "cancel"):
+    for command in (
+        "demo",
+        "up",
+        "status",
+        "report",
+        "sql",
+        "psql",
+        "flower",
+        "migrate",
+        "export",
+        "prune",
+        "queries",
+        "db",
+        "run",
+        "cancel",
+    ):
         assert f"│ {command} " in result.output
 
 

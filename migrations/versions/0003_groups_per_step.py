@@ -5,7 +5,7 @@ from __future__ import annotations
 import sqlalchemy as sa
 from alembic import op
 
-revision = "model"
+revision = "0003"
 down_revision = "0002"
 
 COUNT = """
