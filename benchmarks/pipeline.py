@@ -12,7 +12,6 @@ import shutil
 import sys
 import tempfile
 import time
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -158,10 +157,10 @@ def _wait_for(stack: Servers, run: Run, episodes: int) -> None:
         time.sleep(POLL_EVERY_S)
 
 
-def cpu_seconds(stack: Servers) -> Counter[str]:
+def cpu_seconds(stack: Servers) -> dict[str, float]:
     """CPU time so far by kind of process, the children of servers included; `feeder` is this process."""
     kinds = {process.pid: process.name.rstrip("-0123456789") for process in stack.supervisor.statuses()}
-    used: Counter[str] = Counter({"feeder": time.process_time()})
+    used: dict[str, float] = {"feeder": time.process_time(), **dict.fromkeys(kinds.values(), 0.0)}
     parents = {stat.pid: stat.ppid for stat in all_stats()}
     for pid in parents:
         ancestor = pid
