@@ -96,7 +96,8 @@ def claim(
         config=configs[row.run_id] if row.config is None else RunConfig.model_validate(row.config),
         handler=row.handler,
         payload=row.payload,
-        prepared=row.prepared,
+        # A new attempt still carries the old one's: the processes that start it may not write this column.
+        prepared=None if wakeup.stage is Stage.INIT else row.prepared,
         num_turns=row.num_turns,
         outcome=row.outcome,
     )
@@ -286,7 +287,6 @@ _NEEDS_SANDBOX = "(state = 'NEW' OR (state = 'READY' AND prepared -> 'sandbox' <
 _START_OVER = """
     state = held.to_state,
     attempt = e.attempt + CASE WHEN held.afresh THEN 1 ELSE 0 END,
-    prepared = CASE WHEN held.afresh THEN NULL ELSE e.prepared END,
     num_turns = CASE WHEN held.afresh THEN 0 ELSE e.num_turns END,
     num_sampled = CASE WHEN held.afresh THEN 0 ELSE e.num_sampled END,
     version_min = CASE WHEN held.afresh THEN NULL ELSE e.version_min END,
