@@ -110,8 +110,8 @@ def load_run_config(path: Path) -> RunConfig:
     """Read a run's TOML file. Raises SetupError that names the file, the field and the value."""
     try:
         return RunConfig.model_validate(tomllib.loads(path.read_text()))
-    except FileNotFoundError:
-        raise SetupError(f"run configuration {path} does not exist") from None
+    except OSError as error:
+        raise SetupError(f"run configuration {path} cannot be read: {error.strerror}") from None
     except tomllib.TOMLDecodeError as error:
         raise SetupError(f"run configuration {path} is not TOML: {error}") from None
     except ValidationError as error:

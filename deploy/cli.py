@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import sys
 from importlib.metadata import entry_points
 from pathlib import Path
@@ -337,6 +338,9 @@ def main() -> None:
         app()
     except RollmillError as error:
         sys.exit(_explain(error))
+    except KeyboardInterrupt:
+        # Before the supervisor listens for signals: nothing is started yet.
+        sys.exit(128 + signal.SIGINT)
 
 
 def _explain(error: RollmillError) -> int:

@@ -106,6 +106,8 @@ def watch(watched: Watched, *, stack: Stack, latest: Callable[[], Reading], disp
         stack.poll()
         reading, now_s = latest(), time.monotonic()
         movement.note(reading)
+        if reading.snapshot is not None and reading.snapshot.error is not None:
+            raise SetupError(f"run {watched.config.name} cannot be fed: {reading.snapshot.error}")
         display.show(
             View(
                 config=watched.config,

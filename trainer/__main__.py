@@ -39,10 +39,10 @@ def run_trainer(config: RunConfig) -> bool:
     database_url, broker_url = settings().require_database_url(), settings().require_broker_url()
 
     from common.db import runs
-    from common.db.session import Database, check_schema
+    from common.db.session import WORKER_WAIT_S, Database, check_schema
     from common.episode import RunState
 
-    database = Database.connect(database_url, pool_size=2)
+    database = Database.connect(database_url, pool_size=2, wait_s=WORKER_WAIT_S)
     try:
         check_schema(database)
         with database.begin() as conn:

@@ -17,7 +17,7 @@ from pathlib import Path
 from celery.signals import worker_shutdown, worker_shutting_down
 
 from common.db import engines
-from common.db.session import Database, check_schema
+from common.db.session import WORKER_WAIT_S, Database, check_schema
 from common.episode import Stage
 from common.errors import SetupError
 from common.log import setup_logging
@@ -53,7 +53,7 @@ class FleetProcess:
     """What one process has: connections, leases, its stage's worker."""
 
     def __init__(self, stage: Stage, given: Settings) -> None:
-        self.database = Database.connect(given.require_database_url(), pool_size=8)
+        self.database = Database.connect(given.require_database_url(), pool_size=8, wait_s=WORKER_WAIT_S)
         check_schema(self.database)
         self._settings = given
         self._name = f"{stage}@{socket.gethostname()}:{os.getpid()}"

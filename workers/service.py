@@ -8,7 +8,7 @@ import sys
 import threading
 from collections.abc import Callable
 
-from common.db.session import Database, check_schema
+from common.db.session import WORKER_WAIT_S, Database, check_schema
 from common.errors import DatabaseUnavailable, SetupError
 from common.log import setup_logging
 from common.settings import Settings, settings
@@ -26,7 +26,7 @@ def serve(name: str, make_round: Callable[[Database, Settings], Round], *, every
     try:
         given = settings()
         setup_logging(given.log_level)
-        database = Database.connect(given.require_database_url(), pool_size=2)
+        database = Database.connect(given.require_database_url(), pool_size=2, wait_s=WORKER_WAIT_S)
         check_schema(database)
         do_round = make_round(database, given)
         while not stopped.wait(every_s(given)):

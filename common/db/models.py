@@ -63,6 +63,10 @@ class Run(Base):
     """Data cursor: passes over the task set that are finished."""
     cursor: Mapped[int] = mapped_column(server_default="0")
     """Data cursor: tasks of this epoch that have a group."""
+    dataset: Mapped[str | None]
+    """Name of its task set, with a hash of the tasks; None = the feeder has not read it yet."""
+    error: Mapped[str | None]
+    """Why the feeder cannot feed it; None = it can."""
     created_at: Mapped[datetime] = _now()
     finished_at: Mapped[datetime | None]
 

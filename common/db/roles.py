@@ -95,7 +95,7 @@ GRANTS: Mapping[Role, Grants] = MappingProxyType(
             ),
         },
         Role.FEEDER: {
-            "run": ("SELECT", "UPDATE (epoch, cursor)"),
+            "run": ("SELECT", "UPDATE (epoch, cursor, dataset, error)"),
             "engine": ("SELECT",),
             "train_step": ("SELECT",),
             "task": ("SELECT", "INSERT (dataset, key, handler, payload)"),

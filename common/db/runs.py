@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from sqlalchemy import Connection, Row, text
 
@@ -23,7 +23,10 @@ class Run:
 
 
 def open_run(conn: Connection, config: RunConfig) -> Run:
-    """The run of this name, made if it is new. Raises SetupError if it exists with another configuration."""
+    """The run of this name, made if it is new.
+
+    A run that has no group yet takes the new configuration. Raises SetupError if one that has exists with another.
+    """
     document = config.model_dump_json()
     conn.execute(
         text("INSERT INTO run (name, config) VALUES (:name, CAST(:config AS jsonb)) ON CONFLICT (name) DO NOTHING"),
@@ -31,9 +34,22 @@ def open_run(conn: Connection, config: RunConfig) -> Run:
     )
     run = find(conn, config.name)
     assert run is not None
-    if run.config != config:
+    if run.config == config:
+        return run
+    changed = conn.execute(
+        text(
+            """
+            UPDATE run SET config = CAST(:config AS jsonb), dataset = NULL, error = NULL
+             WHERE id = :id AND NOT EXISTS (SELECT FROM episode_group WHERE run_id = :id)
+            """
+        ),
+        {"id": run.id, "config": document},
+    )
+    if changed.rowcount == 0:
         raise SetupError(f"run {config.name} exists with another configuration: {_difference(run.config, config)}")
-    return run
+    # The trainer publishes the start weights again: they may be another model's now.
+    conn.execute(text("DELETE FROM policy_version WHERE run_id = :id"), {"id": run.id})
+    return replace(run, config=config)
 
 
 def _difference(old: RunConfig, new: RunConfig) -> str:
@@ -88,6 +104,29 @@ def move(conn: Connection, run_id: int, to: RunState) -> bool:
         },
     ).first()
     return moved is not None
+
+
+def bind_dataset(conn: Connection, run_id: int, dataset: str) -> str:
+    """The task set that the run reads from its first feeding on: this one, unless another was bound before."""
+    bound: str = conn.execute(
+        text("UPDATE run SET dataset = coalesce(dataset, :dataset) WHERE id = :id RETURNING dataset"),
+        {"id": run_id, "dataset": dataset},
+    ).scalar_one()
+    return bound
+
+
+def error_of(conn: Connection, run_id: int) -> str | None:
+    """Why the run cannot be fed; None = it can, or the feeder has not looked."""
+    error: str | None = conn.execute(text("SELECT error FROM run WHERE id = :id"), {"id": run_id}).scalar_one()
+    return error
+
+
+def note_error(conn: Connection, run_id: int, error: str | None) -> None:
+    """Say why the run cannot be fed, or with None that it can."""
+    conn.execute(
+        text("UPDATE run SET error = :error WHERE id = :id AND error IS DISTINCT FROM :error"),
+        {"id": run_id, "error": error},
+    )
 
 
 @dataclass(frozen=True, kw_only=True)

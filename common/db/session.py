@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import lru_cache
@@ -17,7 +19,12 @@ from sqlalchemy.exc import ArgumentError, InterfaceError, OperationalError, Prog
 from common.errors import DatabaseUnavailable, SetupError
 from common.settings import masked
 
+logger = logging.getLogger(__name__)
+
 CONNECT_TIMEOUT_S = 5
+RETRY_S = 1.0
+WORKER_WAIT_S = 120.0
+"""How long a process of the loop waits at its start for a database that is away: nobody has anything else to do."""
 MIGRATION_LOCK = 7_261_004
 INSUFFICIENT_PRIVILEGE = "42501"
 """SQLSTATE of what the user's role may not do."""
@@ -30,11 +37,14 @@ class Database:
         self.engine = engine
 
     @classmethod
-    def connect(cls, url: str, *, pool_size: int = 8) -> Database:
-        """Make the pool and try it. Raises SetupError that says what is wrong with the URL or the server."""
+    def connect(cls, url: str, *, pool_size: int = 8, wait_s: float = 0.0) -> Database:
+        """Make the pool and try it, for `wait_s` while the server is away.
+
+        Raises SetupError that says what is wrong with the URL or the server.
+        """
         try:
             parsed = make_url(url)
-        except ArgumentError:
+        except (ArgumentError, ValueError):
             parsed = None
         if parsed is None or parsed.drivername not in ("postgresql", "postgres"):
             raise SetupError(
@@ -49,13 +59,19 @@ class Database:
             connect_args={"connect_timeout": CONNECT_TIMEOUT_S, "application_name": "rollmill"},
         )
         database = cls(engine)
-        try:
-            with database.begin() as conn:
-                conn.execute(text("SELECT 1"))
-        except DatabaseUnavailable as error:
-            engine.dispose()
-            raise SetupError(f"cannot use the database {masked(url)}: {error}. Check ROLLMILL_DATABASE_URL") from None
-        return database
+        deadline = time.monotonic() + wait_s
+        while True:
+            try:
+                with database.begin() as conn:
+                    conn.execute(text("SELECT 1"))
+                return database
+            except DatabaseUnavailable as error:
+                trouble = f"cannot use the database {masked(url)}: {error}. Check ROLLMILL_DATABASE_URL"
+            if time.monotonic() >= deadline:
+                engine.dispose()
+                raise SetupError(trouble)
+            logger.warning("%s; trying for %.0f s more", trouble, deadline - time.monotonic())
+            time.sleep(RETRY_S)
 
     @contextmanager
     def begin(self) -> Iterator[Connection]:

@@ -39,6 +39,8 @@ class Snapshot:
     """How a run stands at one moment."""
 
     state: RunState
+    error: str | None
+    """Why the run cannot be fed; None = it can."""
     stages: Mapping[Stage, StageCounts]
     episodes: Mapping[EpisodeState, int]
     """Every state has an entry."""
@@ -83,6 +85,7 @@ def take_snapshot(conn: Connection, run_id: int) -> Snapshot:
     lags = _lags(conn, run_id)
     return Snapshot(
         state=_state(conn, run_id),
+        error=runs.error_of(conn, run_id),
         stages=_stages(episodes, working),
         episodes=episodes,
         groups=_groups(conn, run_id),

@@ -43,6 +43,7 @@ def test_an_empty_database_says_how_to_migrate(database: Database):
     [
         (lambda url: url + "_missing", "does not exist"),
         (lambda url: "postgresql://a:b@127.0.0.1:1/none", "refused"),
+        (lambda url: "postgresql://u:p@127.0.0.1:abc/x", "is not of the form postgresql://"),
         (lambda url: "not a url", "is not of the form postgresql://"),
         (lambda url: url.replace("postgresql", "mysql"), "is not of the form postgresql://"),
     ],

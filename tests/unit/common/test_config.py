@@ -37,6 +37,8 @@ def test_a_wrong_file_names_the_field_and_the_value(tmp_path: Path, text: str, e
         load_run_config(write(tmp_path, text))
 
 
-def test_a_missing_file_is_named(tmp_path: Path):
-    with pytest.raises(SetupError, match=r"run\.toml does not exist"):
+def test_a_file_that_cannot_be_read_is_named(tmp_path: Path):
+    with pytest.raises(SetupError, match="cannot be read: Is a directory"):
+        load_run_config(tmp_path)
+    with pytest.raises(SetupError, match=r"run\.toml cannot be read: No such file"):
         load_run_config(tmp_path / "run.toml")
