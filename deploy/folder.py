@@ -67,14 +67,19 @@ class DataFolder:
         self._lock_fd = None
 
     def _check_free_space(self) -> None:
-        disk = os.statvfs(self.path)
-        free_bytes = disk.f_bavail * disk.f_frsize
-        if free_bytes < self._min_free_bytes:
+        free = free_bytes(self.path)
+        if free < self._min_free_bytes:
             self._unlock()
             raise SetupError(
-                f"only {free_bytes / 1e6:.0f} MB free for data folder {self.path}, "
+                f"only {free / 1e6:.0f} MB free for data folder {self.path}, "
                 f"{self._min_free_bytes / 1e6:.0f} MB are needed: make room, or choose another with ROLLMILL_DATA_DIR"
             )
+
+
+def free_bytes(path: Path) -> int:
+    """What we may still write on the disk of this folder."""
+    disk = os.statvfs(path)
+    return disk.f_bavail * disk.f_frsize
 
 
 def write_private(path: Path, text: str, *, mode: int = 0o600) -> None:
