@@ -137,7 +137,11 @@ def _run_to_its_end(
                 started_s=started_s,
                 stall_limit_s=order.stall_limit_s,
             )
-            with RunReader(opening.database, opening.run.id) as reader, open_display(console) as display:
+            broker_url = order.settings.broker_url
+            with (
+                RunReader(opening.database, opening.run.id, broker_url=broker_url) as reader,
+                open_display(console) as display,
+            ):
                 watch(watched, stack=stack, latest=lambda: reader.latest, display=display)
         except StopRequested as stop:
             console.print(f"{stop}: ending all processes; the same command goes on from here", highlight=False)
