@@ -10,12 +10,15 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
 from common.db.report import Summary
+from common.outcomes import Outcome
 from common.settings import Settings
 from deploy.curve import draw_in_terminal, write_png
+from deploy.progress import short_failure
 from deploy.report import Report, Session, write_json
 from deploy.tables import answer_table
 
@@ -51,6 +54,8 @@ def figures(report: Report) -> list[tuple[str, str]]:
     """(name, value) of each line of the table of figures; the value may hold markup."""
     config, summary = report.config, report.summary
     newest = summary.versions[-1] if summary.versions else 0
+    handlers_own = {kind: num for kind, num in summary.failures.items() if kind == Outcome.HANDLER_FAILED}
+    others = {kind: num for kind, num in summary.failures.items() if kind != Outcome.HANDLER_FAILED}
     rows = [
         ("policy versions", f"{newest} of {config.train.num_versions}" + _resumed(report.session)),
         ("mean reward", _rewards(summary.mean_reward_by_version)),
@@ -61,8 +66,12 @@ def figures(report: Report) -> list[tuple[str, str]]:
         ("staleness", _staleness(summary, config.train.max_staleness)),
         ("engine, trainer agree", _gap(summary.logprob_gap_max)),
         ("episodes ended by", _counts(summary.outcomes)),
-        ("infrastructure failures", _counts(summary.failures)),
+        ("attempts", f"{summary.attempts:,} begun for {summary.episodes_total:,} episodes"),
+        ("handler's own errors", _times(handlers_own)),
+        ("infrastructure errors", _times(others)),
     ]
+    if summary.last_failure is not None:
+        rows.append(("last failure", escape(short_failure(summary.last_failure))))
     if report.session is not None:
         seconds = report.session.seconds
         phases = ((name, getattr(seconds, name)) for name in ("setup", "start", "train", "stop"))
@@ -166,3 +175,8 @@ def _must_be_zero(count: int, what: str) -> str:
 
 def _counts(counts: Mapping[str, int]) -> str:
     return ", ".join(f"{num:,} {name}" for name, num in counts.items()) or "none"
+
+
+def _times(counts: Mapping[str, int]) -> str:
+    """An error is counted each time, however often it met the same episode."""
+    return ", ".join(f"{num:,} time{'s' * (num != 1)} {name}" for name, num in counts.items()) or "none"
