@@ -24,6 +24,7 @@ from deploy.tables import answer_table
 
 CURVE_WIDTH = 80
 MAX_ROWS = 8
+NAME_WIDTH = 26
 FIRST_VERSIONS, LAST_VERSIONS = 3, 5
 
 
@@ -46,8 +47,10 @@ def present(report: Report, *, console: Console, data_dir: Path, json_file: Path
     show_answers(console, report)
     console.print("\n[bold]Look further[/]")
     for name, value in ways_on(run, data_dir=data_dir, picture=drawn, json_file=json_file):
-        # Not in a table: a path or command that is broken into lines cannot be copied.
-        console.print(Text.assemble((f"{name:<26}", "dim"), value), soft_wrap=True)
+        # Not in a table: a path or command that is broken into lines cannot be copied. A long one has its own line,
+        # where the terminal breaks it last.
+        fits = NAME_WIDTH + len(value) <= console.width
+        console.print(Text.assemble((f"{name:<{NAME_WIDTH}}", "dim"), "" if fits else "\n  ", value), soft_wrap=True)
 
 
 def figures(report: Report) -> list[tuple[str, str]]:
@@ -100,7 +103,8 @@ def ways_on(run: str, *, data_dir: Path, picture: str, json_file: Path | None) -
         ("this report again", f"{rollmill('report')} {run}"),
         ("SQL, read only", f'{rollmill("sql")} "SELECT * FROM reward_by_version"'),
         ("a Postgres shell", rollmill("psql")),
-        ("Flower, Celery's web page", f"{rollmill('demo')} --keep-up, and beside it {rollmill('flower')}"),
+        ("stay up after a run", f"{rollmill('demo')} --keep-up"),
+        ("Flower, beside it", rollmill("flower")),
     ]
     return ways if json_file is None else [("this report as JSON", str(json_file)), *ways]
 
@@ -138,6 +142,8 @@ def _rewards(mean_reward_by_version: Sequence[float | None]) -> str:
     means = [mean for mean in mean_reward_by_version if mean is not None]
     if not means:
         return "-"
+    if len(means) == 1:
+        return f"[bold]{means[0]:.2f}[/] in the one version that has scored episodes"
     first, last = means[:FIRST_VERSIONS], means[-LAST_VERSIONS:]
     return (
         f"{sum(first) / len(first):.2f} in the first {len(first)} versions, "

@@ -93,6 +93,14 @@ def test_figures_sum_the_run_up() -> None:
     assert rows["seconds"] == "setup 31.0, start 6.2, train 101.3, stop 1.5"
 
 
+def test_mean_reward_of_very_few_versions_is_put_in_words_that_fit() -> None:
+    def words(*means: float | None) -> str:
+        return dict(figures(make_report(summary=make_summary(mean_reward_by_version=means))))["mean reward"]
+
+    assert words(0.25, None) == "[bold]0.25[/] in the one version that has scored episodes"
+    assert words(0.25, 0.75) == "0.50 in the first 2 versions, [bold]0.50[/] in the last 2"
+
+
 def test_figures_that_must_be_zero_and_are_not_stand_out() -> None:
     rows = dict(
         figures(make_report(summary=make_summary(token_mismatches=2, episodes_lost=1, episodes_trained_twice=2)))
@@ -128,6 +136,16 @@ def test_present_prints_curve_figures_queries_and_ways_on_and_writes_the_files(t
     assert "postgresql://" not in text
     assert json.loads((tmp_path / "report.json").read_text())["run"] == "demo-shell-seed7"
     assert imread(tmp_path / "reports" / "demo-shell-seed7.png").std() > 0.05
+
+
+def test_a_long_way_on_has_a_line_of_its_own_that_is_not_broken(tmp_path: Path) -> None:
+    console = Console(file=StringIO(), width=80)
+    data_dir = tmp_path / ("x" * 60)
+    present(make_report(), console=console, data_dir=data_dir, json_file=None)
+    assert isinstance(console.file, StringIO)
+    assert f"logs of each process      \n  {data_dir}/logs\n" in console.file.getvalue()
+    psql = own_command(data_dir)("psql")
+    assert f"\n  {psql}\n" in console.file.getvalue()
 
 
 def test_commands_to_copy_name_the_data_folder_unless_it_is_the_usual_one() -> None:
