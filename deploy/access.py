@@ -9,7 +9,7 @@ import signal
 import subprocess
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
@@ -21,7 +21,7 @@ from common.errors import SetupError
 from common.settings import Settings
 from deploy.broker import check_broker
 from deploy.flower import flower_spec
-from deploy.folder import DataFolder
+from deploy.folder import DataFolder, FolderInUse
 from deploy.local import StackAddresses, addresses_file, read_addresses
 from deploy.postgres import prepare_postgres
 from deploy.supervisor import StopRequested, Supervisor
@@ -39,15 +39,38 @@ def database_url(settings: Settings) -> Iterator[str]:
     if running is not None:
         yield running
         return
-    if not (settings.data_dir / "postgres" / "data").exists():
-        raise SetupError(
-            f"no database in data folder {settings.data_dir}: make one with `rollmill demo`, "
-            "name another folder with --data-dir, or set ROLLMILL_DATABASE_URL"
-        )
-    with DataFolder(settings.data_dir) as folder, Supervisor(folder) as supervisor:
-        server = prepare_postgres(folder)
-        supervisor.start(server.process)
-        yield server.url
+    made = settings.data_dir / "postgres" / "data"
+    # A stack that starts for the first time has a lock and not yet a database.
+    if not made.exists() and not (settings.data_dir / "run" / "lock").exists():
+        raise _no_database(settings.data_dir)
+    with _idle_folder(settings.data_dir) as folder:
+        if not made.exists():
+            raise _no_database(settings.data_dir)
+        with Supervisor(folder) as supervisor:
+            server = prepare_postgres(folder)
+            supervisor.start(server.process)
+            yield server.url
+
+
+def _no_database(data_dir: Path) -> SetupError:
+    return SetupError(
+        f"no database in data folder {data_dir}: make one with `rollmill demo`, "
+        "name another folder with --data-dir, or set ROLLMILL_DATABASE_URL"
+    )
+
+
+@contextmanager
+def _idle_folder(data_dir: Path) -> Iterator[DataFolder]:
+    """The folder of a stack that is down. Raises SetupError while one starts: until it is up, it has no address."""
+    with ExitStack() as ours:
+        try:
+            folder = ours.enter_context(DataFolder(data_dir))
+        except FolderInUse as error:
+            raise SetupError(
+                f"process {error.holder} on data folder {data_dir} is still starting, or just ending: "
+                "try again in a moment"
+            ) from None
+        yield folder
 
 
 @contextmanager
@@ -119,7 +142,8 @@ def _url_of_running_stack(data_dir: Path) -> str | None:
 def serve_flower(settings: Settings, *, port: int, announce: Callable[[Path], None]) -> None:
     """Run Flower until somebody asks us to stop; `announce` is given the file with its password when it is up.
 
-    Raises SetupError when no broker is known or answers, the port is taken, or Flower ends by itself.
+    Raises SetupError when no broker is known or answers, Flower already runs on the data folder, the port is taken,
+    or Flower ends by itself.
     """
     if settings.broker_url is not None:
         # Flower itself would come up and show nothing.
@@ -130,7 +154,14 @@ def serve_flower(settings: Settings, *, port: int, announce: Callable[[Path], No
     else:
         addresses = read_addresses(settings.data_dir)
     # A folder of its own: the stack holds the lock of the data folder.
-    with DataFolder(settings.data_dir / "flower") as folder, Supervisor(folder) as supervisor:
+    with ExitStack() as ours:
+        try:
+            folder = ours.enter_context(DataFolder(settings.data_dir / "flower"))
+        except FolderInUse as error:
+            raise SetupError(
+                f"Flower already runs on data folder {settings.data_dir}, as process {error.holder}"
+            ) from None
+        supervisor = ours.enter_context(Supervisor(folder))
         try:
             supervisor.start(flower_spec(addresses, data_dir=settings.data_dir, port=port))
             announce(folder.path / "password")

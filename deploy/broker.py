@@ -20,6 +20,7 @@ from deploy.ports import HOST, answers, kept_port
 from deploy.process import ProcessSpec
 
 CONNECT_TIMEOUT_S = 5.0
+SCHEMES = ("amqp", "amqps", "redis", "rediss")
 
 
 class BrokerKind(StrEnum):
@@ -77,18 +78,38 @@ def _find_valkey() -> Path:
 
 def check_broker(url: str) -> None:
     """Try to connect and log in. Raises SetupError that says what is wrong with the URL or the server."""
+    reason = why_away(url)
+    if reason is not None:
+        raise SetupError(f"cannot use the broker {masked(url)}: {reason}: see ROLLMILL_BROKER_URL")
+
+
+def why_away(url: str, *, timeout_s: float = CONNECT_TIMEOUT_S) -> str | None:
+    """Why one cannot connect and log in; None = one can.
+
+    Raises SetupError for a malformed URL. May take some times the timeout, as a connection is tried twice.
+    """
+    scheme = url.partition("://")[0]
+    if scheme not in SCHEMES:
+        raise _malformed(url, f"unknown scheme {scheme!r}" if "://" in url else "no scheme")
+    # Over valkey a server that hangs takes the connection all the same.
+    options = {"socket_timeout": timeout_s} if scheme.startswith("redis") else {}
     try:
-        with Connection(url, connect_timeout=CONNECT_TIMEOUT_S) as connection:
-            _connect(connection, url)
+        with Connection(url, connect_timeout=timeout_s, transport_options=options) as connection:
+            return _why_not_connected(connection)
     except (KeyError, ValueError) as error:
-        raise SetupError(
-            f"broker URL {masked(url)!r} is malformed ({error.args[0]}): "
-            "give amqp://user:password@host:port// or redis://:password@host:port/0"
-        ) from None
+        raise _malformed(url, str(error.args[0])) from None
 
 
-def _connect(connection: Connection, url: str) -> None:
+def _malformed(url: str, why: str) -> SetupError:
+    return SetupError(
+        f"broker URL {masked(url)!r} is malformed ({why}): "
+        "give amqp://user:password@host:port// or redis://:password@host:port/0"
+    )
+
+
+def _why_not_connected(connection: Connection) -> str | None:
     try:
         connection.connect()
     except (*connection.connection_errors, *connection.channel_errors) as error:
-        raise SetupError(f"cannot use the broker {masked(url)}: {error}: see ROLLMILL_BROKER_URL") from None
+        return str(error) or type(error).__name__
+    return None

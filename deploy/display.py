@@ -18,7 +18,7 @@ from rich.text import Text
 from common.db.snapshot import Snapshot
 from common.episode import EpisodeState, GroupState, Stage
 from deploy.curve import sparkline
-from deploy.progress import View, duration, last_reward
+from deploy.progress import View, duration, last_reward, short_failure
 from deploy.supervisor import ProcessStatus, State
 
 PLAIN_EVERY_S = 5.0
@@ -78,6 +78,8 @@ def render(view: View) -> RenderableType:
     if view.snapshot is not None:
         parts += [Text(), _stages(view.snapshot), Text(), _groups(view.snapshot)]
     parts += [_processes(view.processes), Text(f"data {view.data_folder}   logs {view.data_folder / 'logs'}", "dim")]
+    if view.snapshot is not None and view.snapshot.last_failure is not None:
+        parts.append(Text(f"last failure: {short_failure(view.snapshot.last_failure)}", "yellow"))
     if view.problem is not None:
         parts.append(Text(view.problem, "bold yellow"))
     config = view.config
@@ -107,6 +109,8 @@ def plain_line(view: View) -> str:
     restarts = sum(process.restarts for process in view.processes)
     if restarts:
         parts.append(f"restarts {restarts}")
+    if snapshot is not None and snapshot.last_failure is not None:
+        parts.append(f"last failure: {short_failure(snapshot.last_failure)}")
     if view.problem is not None:
         parts.append(f"! {view.problem}")
     return "  ".join(parts)

@@ -14,6 +14,18 @@ from common.errors import SetupError
 MIN_FREE_BYTES = 500_000_000
 
 
+class FolderInUse(SetupError):
+    """Another process holds the lock."""
+
+    def __init__(self, folder: Path, holder: str) -> None:
+        super().__init__(
+            f"data folder {folder} is in use by process {holder}: stop that one, "
+            "or choose another folder with ROLLMILL_DATA_DIR"
+        )
+        self.holder = holder
+        """Id of the process."""
+
+
 class DataFolder:
     """Context manager: made, checked and locked inside the block. The kernel drops the lock when we die."""
 
@@ -29,7 +41,7 @@ class DataFolder:
         return self.logs / f"{name}.log"
 
     def __enter__(self) -> Self:
-        """Raises SetupError for a folder that is not writable, on a full disk, or in use."""
+        """Raises FolderInUse, and SetupError for a folder that is not writable, or on a full disk."""
         try:
             for folder in (self.path, self.logs, self.run):
                 folder.mkdir(parents=True, exist_ok=True)
@@ -39,10 +51,7 @@ class DataFolder:
         except BlockingIOError:
             holder = os.pread(self._fd(), 32, 0).decode().strip()
             self._unlock()
-            raise SetupError(
-                f"data folder {self.path} is in use by process {holder}: stop that one, "
-                "or choose another folder with ROLLMILL_DATA_DIR"
-            ) from None
+            raise FolderInUse(self.path, holder) from None
         except OSError as error:
             raise SetupError(
                 f"data folder {self.path} is not writable ({error.strerror}): "
@@ -67,14 +76,19 @@ class DataFolder:
         self._lock_fd = None
 
     def _check_free_space(self) -> None:
-        disk = os.statvfs(self.path)
-        free_bytes = disk.f_bavail * disk.f_frsize
-        if free_bytes < self._min_free_bytes:
+        free = free_bytes(self.path)
+        if free < self._min_free_bytes:
             self._unlock()
             raise SetupError(
-                f"only {free_bytes / 1e6:.0f} MB free for data folder {self.path}, "
+                f"only {free / 1e6:.0f} MB free for data folder {self.path}, "
                 f"{self._min_free_bytes / 1e6:.0f} MB are needed: make room, or choose another with ROLLMILL_DATA_DIR"
             )
+
+
+def free_bytes(path: Path) -> int:
+    """What we may still write on the disk of this folder."""
+    disk = os.statvfs(path)
+    return disk.f_bavail * disk.f_frsize
 
 
 def write_private(path: Path, text: str, *, mode: int = 0o600) -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import sys
+import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -18,7 +19,7 @@ from common.episode import Stage
 from common.errors import SetupError
 from common.settings import Settings
 from deploy.broker import BrokerKind, BrokerServer, check_broker, prepare_valkey
-from deploy.folder import DataFolder, write_private
+from deploy.folder import DataFolder, free_bytes, write_private
 from deploy.ports import HOST, http_ok, kept_port, require_free
 from deploy.postgres import prepare_postgres
 from deploy.process import ProcessSpec, Restart
@@ -27,6 +28,9 @@ from deploy.supervisor import ProcessStatus, Supervisor
 
 PREPARE = {BrokerKind.VALKEY: prepare_valkey, BrokerKind.RABBITMQ: prepare_rabbitmq}
 MODEL_NAME = "policy"
+LOOK_AT_DISK_EVERY_S = 2.0
+MIN_FREE_BYTES_AT_WORK = 100_000_000
+"""Enough for an orderly end: a database whose disk is full stops in the middle of everything."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,10 +63,12 @@ class StackPlan:
 class LocalStack:
     """Context manager: inside the block the data folder is ours; leaving it stops every process."""
 
-    def __init__(self, settings: Settings, plan: StackPlan) -> None:
+    def __init__(self, settings: Settings, plan: StackPlan, *, free_bytes: Callable[[Path], int] = free_bytes) -> None:
         self._settings = settings
         self._plan = plan
         self.folder = DataFolder(settings.data_dir)
+        self._free_bytes = free_bytes
+        self._looked_at_disk_s = float("-inf")
         self._supervisor: Supervisor | None = None
 
     def __enter__(self) -> Self:
@@ -104,11 +110,25 @@ class LocalStack:
         return addresses
 
     def poll(self) -> None:
-        """Keep the processes alive; call it several times a second. Raises as Supervisor.poll."""
+        """Keep the processes alive; call it several times a second.
+
+        Raises as Supervisor.poll, and SetupError when the disk of the data folder fills up.
+        """
         self.supervisor.poll()
+        if time.monotonic() - self._looked_at_disk_s >= LOOK_AT_DISK_EVERY_S:
+            self._looked_at_disk_s = time.monotonic()
+            self._check_free_space()
 
     def statuses(self) -> list[ProcessStatus]:
         return self.supervisor.statuses()
+
+    def _check_free_space(self) -> None:
+        free = self._free_bytes(self.folder.path)
+        if free < MIN_FREE_BYTES_AT_WORK:
+            raise SetupError(
+                f"only {free / 1e6:.0f} MB free for data folder {self.folder.path}: make room; "
+                "the same command goes on from here"
+            )
 
     def _start_servers(self) -> StackAddresses:
         engine_port = self._engine_port()

@@ -106,7 +106,7 @@ def run_locally(order: Order, *, console: Console) -> None:
         check_writable(order.report_file)
     data_dir = order.settings.data_dir
     plan = StackPlan(model_dir=order.config.model, trainer_config=data_dir / "run.toml", broker=order.broker)
-    console.print(f"starting on data folder {data_dir} …", highlight=False)
+    console.print(f"starting on data folder {data_dir} …", highlight=False, soft_wrap=True)
     with LocalStack(order.settings, plan) as stack:
         log_file = stack.folder.log_file("rollmill")
         with logging_to(log_file, level=order.settings.log_level, console=console):
@@ -137,10 +137,16 @@ def _run_to_its_end(
                 started_s=started_s,
                 stall_limit_s=order.stall_limit_s,
             )
-            with RunReader(opening.database, opening.run.id) as reader, open_display(console) as display:
+            broker_url = order.settings.broker_url
+            with (
+                RunReader(opening.database, opening.run.id, broker_url=broker_url) as reader,
+                open_display(console) as display,
+            ):
                 watch(watched, stack=stack, latest=lambda: reader.latest, display=display)
         except StopRequested as stop:
-            console.print(f"{stop}: ending all processes; the same command goes on from here", highlight=False)
+            console.print(
+                f"{stop}: ending all processes; the same command goes on from here", highlight=False, soft_wrap=True
+            )
             raise
         session = Session(
             seconds=Seconds(setup=order.setup_s, start=up_s - started_s, train=time.monotonic() - up_s, stop=None),
@@ -153,7 +159,7 @@ def _run_to_its_end(
 def _announce(opening: OpenRun, *, console: Console, start_s: float) -> None:
     version = opening.resumed_from_version
     how = "a new run" if version is None else f"goes on from version {version}"
-    console.print(f"all up after {start_s:.1f} s; {opening.run.name}: {how}", highlight=False)
+    console.print(f"all up after {start_s:.1f} s; {opening.run.name}: {how}", highlight=False, soft_wrap=True)
 
 
 def _stay(stack: LocalStack, *, console: Console) -> None:

@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from common.errors import SetupError
 from common.settings import Settings, load_settings
 
 DataDir = Annotated[
@@ -16,6 +17,12 @@ DataDir = Annotated[
 
 
 def settings_for(data_dir: Path | None) -> Settings:
-    """The settings, with the data folder as an absolute path; None = where the settings say."""
+    """The settings, with the data folder as an absolute path; None = where the settings say.
+
+    Raises SetupError where something else has the folder's name.
+    """
     settings = load_settings()
-    return settings.model_copy(update={"data_dir": (data_dir or settings.data_dir).absolute()})
+    folder = (data_dir or settings.data_dir).absolute()
+    if folder.exists() and not folder.is_dir():
+        raise SetupError(f"data folder {folder} is not a folder: name another with --data-dir or ROLLMILL_DATA_DIR")
+    return settings.model_copy(update={"data_dir": folder})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -14,6 +15,7 @@ from deploy.supervisor import ProcessStatus
 
 RATE_WINDOW_S = 10.0
 ETA_VERSIONS = 10
+FAILURE_WIDTH = 200
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -107,6 +109,11 @@ def last_reward(snapshot: Snapshot, config: RunConfig) -> VersionReward | None:
         rewards = tuple(reward for reward in rewards if reward.version < oldest_in_play) or rewards[:1]
     enough = config.train.groups_per_step * config.rollout.group_size / 2
     return next(reversed([reward for reward in rewards if reward.episodes >= enough] or rewards), None)
+
+
+def short_failure(failure: str) -> str:
+    """An error as one line that leaves room for other figures."""
+    return textwrap.shorten(failure, FAILURE_WIDTH, placeholder=" …")
 
 
 def duration(seconds: float) -> str:

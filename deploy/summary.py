@@ -10,17 +10,21 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
 from common.db.report import Summary
+from common.outcomes import Outcome
 from common.settings import Settings
 from deploy.curve import draw_in_terminal, write_png
+from deploy.progress import short_failure
 from deploy.report import Report, Session, write_json
 from deploy.tables import answer_table
 
 CURVE_WIDTH = 80
 MAX_ROWS = 8
+NAME_WIDTH = 26
 FIRST_VERSIONS, LAST_VERSIONS = 3, 5
 
 
@@ -43,14 +47,18 @@ def present(report: Report, *, console: Console, data_dir: Path, json_file: Path
     show_answers(console, report)
     console.print("\n[bold]Look further[/]")
     for name, value in ways_on(run, data_dir=data_dir, picture=drawn, json_file=json_file):
-        # Not in a table: a path or command that is broken into lines cannot be copied.
-        console.print(Text.assemble((f"{name:<26}", "dim"), value), soft_wrap=True)
+        # Not in a table: a path or command that is broken into lines cannot be copied. A long one has its own line,
+        # where the terminal breaks it last.
+        fits = NAME_WIDTH + len(value) <= console.width
+        console.print(Text.assemble((f"{name:<{NAME_WIDTH}}", "dim"), "" if fits else "\n  ", value), soft_wrap=True)
 
 
 def figures(report: Report) -> list[tuple[str, str]]:
     """(name, value) of each line of the table of figures; the value may hold markup."""
     config, summary = report.config, report.summary
     newest = summary.versions[-1] if summary.versions else 0
+    handlers_own = {kind: num for kind, num in summary.failures.items() if kind == Outcome.HANDLER_FAILED}
+    others = {kind: num for kind, num in summary.failures.items() if kind != Outcome.HANDLER_FAILED}
     rows = [
         ("policy versions", f"{newest} of {config.train.num_versions}" + _resumed(report.session)),
         ("mean reward", _rewards(summary.mean_reward_by_version)),
@@ -61,8 +69,12 @@ def figures(report: Report) -> list[tuple[str, str]]:
         ("staleness", _staleness(summary, config.train.max_staleness)),
         ("engine, trainer agree", _gap(summary.logprob_gap_max)),
         ("episodes ended by", _counts(summary.outcomes)),
-        ("infrastructure failures", _counts(summary.failures)),
+        ("attempts", f"{summary.attempts:,} begun for {summary.episodes_total:,} episodes"),
+        ("handler's own errors", _times(handlers_own)),
+        ("infrastructure errors", _times(others)),
     ]
+    if summary.last_failure is not None:
+        rows.append(("last failure", escape(short_failure(summary.last_failure))))
     if report.session is not None:
         seconds = report.session.seconds
         phases = ((name, getattr(seconds, name)) for name in ("setup", "start", "train", "stop"))
@@ -91,7 +103,8 @@ def ways_on(run: str, *, data_dir: Path, picture: str, json_file: Path | None) -
         ("this report again", f"{rollmill('report')} {run}"),
         ("SQL, read only", f'{rollmill("sql")} "SELECT * FROM reward_by_version"'),
         ("a Postgres shell", rollmill("psql")),
-        ("Flower, Celery's web page", f"{rollmill('demo')} --keep-up, and beside it {rollmill('flower')}"),
+        ("stay up after a run", f"{rollmill('demo')} --keep-up"),
+        ("Flower, beside it", rollmill("flower")),
     ]
     return ways if json_file is None else [("this report as JSON", str(json_file)), *ways]
 
@@ -129,6 +142,8 @@ def _rewards(mean_reward_by_version: Sequence[float | None]) -> str:
     means = [mean for mean in mean_reward_by_version if mean is not None]
     if not means:
         return "-"
+    if len(means) == 1:
+        return f"[bold]{means[0]:.2f}[/] in the one version that has scored episodes"
     first, last = means[:FIRST_VERSIONS], means[-LAST_VERSIONS:]
     return (
         f"{sum(first) / len(first):.2f} in the first {len(first)} versions, "
@@ -166,3 +181,8 @@ def _must_be_zero(count: int, what: str) -> str:
 
 def _counts(counts: Mapping[str, int]) -> str:
     return ", ".join(f"{num:,} {name}" for name, num in counts.items()) or "none"
+
+
+def _times(counts: Mapping[str, int]) -> str:
+    """An error is counted each time, however often it met the same episode."""
+    return ", ".join(f"{num:,} time{'s' * (num != 1)} {name}" for name, num in counts.items()) or "none"

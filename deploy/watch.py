@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import TracebackType
 from typing import Protocol, Self
@@ -15,6 +15,8 @@ from common.db.session import Database
 from common.db.snapshot import Snapshot, take_snapshot
 from common.episode import RunState
 from common.errors import DatabaseUnavailable, SetupError
+from common.settings import masked
+from deploy.broker import why_away
 from deploy.display import Display
 from deploy.progress import History, View, duration
 from deploy.supervisor import ProcessStatus
@@ -25,6 +27,8 @@ READ_SHARE = 0.1
 POLL_EVERY_S = 0.05
 SILENT_AFTER_S = 10.0
 JOIN_TIMEOUT_S = 2.0
+ASK_BROKER_EVERY_S = 5.0
+BROKER_TIMEOUT_S = 2.0
 
 
 class Stack(Protocol):
@@ -45,31 +49,51 @@ class Reading:
     """When it was read (before the first: when reading began), in seconds of the monotonic clock."""
     error: str | None
     """Why the latest attempt failed; None = it did not."""
+    broker_away: str | None = None
+    """Which broker cannot be used, and why; None = it can, or it is the stack's own, which is looked after."""
 
 
 class RunReader:
-    """Reads snapshots in a thread of its own: a database that hangs must not keep the stack from being polled."""
+    """Reads snapshots in a thread of its own: a database that hangs must not keep the stack from being polled.
 
-    def __init__(self, database: Database, run_id: int) -> None:
+    In a second one it asks for the broker: one that hangs must not make the figures old. broker_url: None = don't ask.
+    """
+
+    def __init__(
+        self,
+        database: Database,
+        run_id: int,
+        *,
+        broker_url: str | None = None,
+        ask_broker_every_s: float = ASK_BROKER_EVERY_S,
+    ) -> None:
         self._database = database
         self._run_id = run_id
         self._reading = Reading(snapshot=None, at_s=time.monotonic(), error=None)
         self._stopped = threading.Event()
-        self._thread = threading.Thread(target=self._read_until_stopped, name="run-reader", daemon=True)
+        self._broker_url = broker_url
+        self._ask_broker_every_s = ask_broker_every_s
+        self._broker_away: str | None = None
+        self._threads = [
+            threading.Thread(target=self._read_until_stopped, name="run-reader", daemon=True),
+            threading.Thread(target=self._ask_broker_until_stopped, name="broker-asker", daemon=True),
+        ]
 
     def __enter__(self) -> Self:
-        self._thread.start()
+        for thread in self._threads:
+            thread.start()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._stopped.set()
-        self._thread.join(JOIN_TIMEOUT_S)
+        for thread in self._threads:
+            thread.join(JOIN_TIMEOUT_S)
 
     @property
     def latest(self) -> Reading:
-        return self._reading
+        return replace(self._reading, broker_away=self._broker_away)
 
     def _read_until_stopped(self) -> None:
         pause_s = 0.0
@@ -82,6 +106,13 @@ class RunReader:
             except DatabaseUnavailable as error:
                 self._reading = Reading(snapshot=self._reading.snapshot, at_s=self._reading.at_s, error=str(error))
             pause_s = max(READ_EVERY_S, (time.monotonic() - started_s) / READ_SHARE)
+
+    def _ask_broker_until_stopped(self) -> None:
+        if self._broker_url is None:
+            return
+        while not self._stopped.wait(self._ask_broker_every_s):
+            reason = why_away(self._broker_url, timeout_s=BROKER_TIMEOUT_S)
+            self._broker_away = None if reason is None else f"{masked(self._broker_url)}: {reason}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -149,10 +180,13 @@ class Movement:
 
 
 def problem_of(reading: Reading, *, now_s: float) -> str | None:
-    """What is wrong with the figures on the screen; None = nothing."""
+    """What is wrong with the figures on the screen, or with what moves them; None = nothing."""
     age_s = now_s - reading.at_s
+    problems = []
     if reading.error is not None:
-        return f"the database does not answer ({reading.error}): figures are {age_s:.0f} s old"
-    if age_s > SILENT_AFTER_S and reading.snapshot is not None:
-        return f"the database takes its time: figures are {age_s:.0f} s old"
-    return None
+        problems.append(f"the database does not answer ({reading.error}): figures are {age_s:.0f} s old")
+    elif age_s > SILENT_AFTER_S and reading.snapshot is not None:
+        problems.append(f"the database takes its time: figures are {age_s:.0f} s old")
+    if reading.broker_away is not None:
+        problems.append(f"broker away: {reading.broker_away}")
+    return "; ".join(problems) or None

@@ -51,7 +51,9 @@ class Summary:
     outcomes: Mapping[str, int]
     """Episodes by outcome."""
     failures: Mapping[str, int]
-    """Failures of infrastructure by kind, the retried ones included."""
+    """Broken attempts by kind, those that were tried again included: the handler's own errors, and infrastructure's."""
+    last_failure: str | None
+    """The latest of them as "kind: what happened"; None = there is none."""
 
 
 def summary(conn: Connection, run_id: int) -> Summary:
@@ -65,6 +67,7 @@ def summary(conn: Connection, run_id: int) -> Summary:
     over = state in (RunState.FINISHED, RunState.STOPPED)
     trained = _trained(conn, run_id)
     sampled = _sampled(conn, run_id)
+    failures, last_failure = _failures(conn, run_id)
     return Summary(
         state=state,
         versions=_versions(conn, run_id),
@@ -86,7 +89,8 @@ def summary(conn: Connection, run_id: int) -> Summary:
         tokens_sampled=sampled.tokens,
         attempts=sampled.attempts,
         outcomes=sampled.outcomes,
-        failures=_failures(conn, run_id),
+        failures=failures,
+        last_failure=last_failure,
     )
 
 
@@ -189,20 +193,23 @@ def _sampled(conn: Connection, run_id: int) -> _Sampled:
     )
 
 
-def _failures(conn: Connection, run_id: int) -> dict[str, int]:
-    """From the history: an episode's row keeps only its last error."""
+def _failures(conn: Connection, run_id: int) -> tuple[dict[str, int], str | None]:
+    """(number by kind, the latest). From the history: an episode's row keeps only its last error."""
     rows = conn.execute(
         text(
             """
-            SELECT split_part(v.why, ':', 1) AS kind, count(*) AS num
+            SELECT split_part(v.why, ':', 1) AS kind, count(*) AS num, max(v.id) AS last_id
               FROM episode_event v JOIN episode e ON e.id = v.episode_id
              WHERE e.run_id = :run_id AND split_part(v.why, ':', 1) = ANY(CAST(:kinds AS text[]))
              GROUP BY 1 ORDER BY 2 DESC, 1
             """
         ),
         {"run_id": run_id, "kinds": sorted(set(Outcome) - AGENT_OUTCOMES)},
-    )
-    return {row.kind: row.num for row in rows}
+    ).all()
+    last: str | None = conn.execute(
+        text("SELECT why FROM episode_event WHERE id = :id"), {"id": max((row.last_id for row in rows), default=None)}
+    ).scalar()
+    return {row.kind: row.num for row in rows}, last
 
 
 def _versions(conn: Connection, run_id: int) -> tuple[int, ...]:

@@ -11,6 +11,9 @@ from sqlalchemy import Connection, text
 from common.db import engines, runs
 from common.db.runs import Run
 from common.episode import EpisodeState, GroupState, RunState, Stage
+from common.outcomes import AGENT_OUTCOMES, Outcome
+
+TROUBLED_LOOKED_AT = 20
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,6 +61,9 @@ class Snapshot:
     """Over all episodes, in their present attempt."""
     rewards: tuple[VersionReward, ...]
     """Versions that have scored episodes, in order."""
+    last_failure: str | None
+    """The latest error of an episode that is FAILED, or that is tried again because its handler raised, as
+    "handler_failed: run of …"; None = there is none."""
 
 
 def take_snapshot(conn: Connection, run_id: int) -> Snapshot:
@@ -97,7 +103,34 @@ def take_snapshot(conn: Connection, run_id: int) -> Snapshot:
         rewards=tuple(
             VersionReward(version=version, episodes=num, mean_reward=mean) for version, (num, mean) in scored.items()
         ),
+        last_failure=_last_failure(conn, run_id),
     )
+
+
+def _last_failure(conn: Connection, run_id: int) -> str | None:
+    """From the histories of the few episodes in trouble that moved last; scored ones are over their trouble."""
+    why: str | None = conn.execute(
+        text(
+            """
+            WITH troubled AS (
+                SELECT id, state FROM episode
+                 WHERE run_id = :run_id AND state IN ('NEW', 'READY', 'SAMPLED', 'FAILED') AND failures > 0
+                 ORDER BY coalesce(finished_at, enqueued_at) DESC LIMIT :looked_at
+            )
+            SELECT v.why FROM troubled e JOIN episode_event v ON v.episode_id = e.id
+             WHERE split_part(v.why, ':', 1) = ANY(CAST(:kinds AS text[]))
+               AND (e.state = 'FAILED' OR split_part(v.why, ':', 1) = :handler_failed)
+             ORDER BY v.id DESC LIMIT 1
+            """
+        ),
+        {
+            "run_id": run_id,
+            "looked_at": TROUBLED_LOOKED_AT,
+            "kinds": sorted(set(Outcome) - AGENT_OUTCOMES),
+            "handler_failed": Outcome.HANDLER_FAILED,
+        },
+    ).scalar()
+    return why
 
 
 def _stages(episodes: Mapping[EpisodeState, int], working: Mapping[EpisodeState, int]) -> dict[Stage, StageCounts]:

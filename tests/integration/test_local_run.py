@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import subprocess
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
@@ -17,7 +19,8 @@ from common.episode import RunState
 from common.errors import SetupError
 from common.settings import Settings
 from common.weights import Published
-from deploy.broker import BrokerKind
+from deploy.broker import BrokerKind, prepare_valkey, why_away
+from deploy.folder import DataFolder
 from deploy.local import StackAddresses
 from deploy.local_run import OpenRun, Order
 from deploy.watch import RunReader
@@ -144,3 +147,30 @@ def test_reading_survives_a_database_that_is_away_for_a_moment(
         wait_until(lambda: reader.latest.error is None and reader.latest.at_s > away_at_s)
         assert reader.latest.snapshot == before.snapshot
     admin.close()
+
+
+@contextmanager
+def serving(argv: tuple[str, ...], url: str) -> Iterator[None]:
+    server = subprocess.Popen(argv, stdout=subprocess.DEVNULL)
+    try:
+        wait_until(lambda: why_away(url, timeout_s=1.0) is None)
+        yield
+    finally:
+        server.kill()
+        server.wait()
+
+
+def test_a_broker_that_goes_away_is_named_until_it_is_back(
+    database: Database, database_url: str, tmp_path: Path
+) -> None:
+    run, _ = open_run(ORDER, database_url, tmp_path)
+    with DataFolder(tmp_path) as folder:
+        broker = prepare_valkey(folder)
+    with RunReader(database, run.id, broker_url=broker.url, ask_broker_every_s=0.1) as reader:
+        wait_until(lambda: reader.latest.broker_away is not None)
+        assert str(reader.latest.broker_away).startswith("redis://:***@127.0.0.1:")
+        assert "refused" in str(reader.latest.broker_away)
+        with serving(broker.process.argv, broker.url):
+            wait_until(lambda: reader.latest.broker_away is None)
+            assert reader.latest.snapshot is not None
+        wait_until(lambda: reader.latest.broker_away is not None)

@@ -197,6 +197,24 @@ def test_snapshot_follows_versions_engines_and_staleness(played: PlayedRun) -> N
     assert (now.groups[GroupState.TRAINED], now.groups[GroupState.OPEN]) == (4, 0)
 
 
+def test_snapshot_shows_why_episodes_failed_and_what_handlers_raise_but_no_trouble_that_is_over(
+    played: PlayedRun,
+) -> None:
+    over, raised, lost, failed = played.feed(num_groups=2)
+
+    def last_after(wakeup: Wakeup, outcome: Outcome, detail: str, max_attempts: int = 5) -> str | None:
+        claim = played.claim(wakeup)
+        episodes.retry(played.conn, claim, outcome=outcome, detail=detail, afresh=False, max_attempts=max_attempts)
+        return take_snapshot(played.conn, played.run.id).last_failure
+
+    assert last_after(over, Outcome.HANDLER_FAILED, "init of a:B: once") == "handler_failed: init of a:B: once"
+    played.play(over, reward=1.0)
+    assert take_snapshot(played.conn, played.run.id).last_failure is None
+    assert last_after(lost, Outcome.SANDBOX_FAILED, "no room") is None
+    assert last_after(raised, Outcome.HANDLER_FAILED, "boom") == "handler_failed: boom"
+    assert last_after(failed, Outcome.ENGINE_LOST, "no engine", max_attempts=1) == "engine_lost: no engine"
+
+
 def play_whole_run(played: PlayedRun) -> dict[str, list[int]]:
     """Three versions with one of each mishap; ids of the episodes by what became of them."""
     a, b, c, d = played.feed(num_groups=2)
@@ -254,6 +272,7 @@ def test_summary_of_a_whole_run(played: PlayedRun) -> None:
     assert whole.logprob_gap_max == 5e-6
     assert whole.attempts == 17
     assert whole.failures == {"handler_failed": 2, "sandbox_failed": 1}
+    assert whole.last_failure == "handler_failed: bug"
     assert whole.outcomes == {"finished": 14, "handler_failed": 2}
     # a..d 2 turns each, e and f 1, i and j 2, the last six 1: 20 turns of 3 tokens.
     assert whole.tokens_sampled == 20 * 3

@@ -36,6 +36,7 @@ def make_snapshot(**changes: Any) -> Snapshot:
         lag_max=1,
         tokens_sampled=45_678,
         rewards=tuple(VersionReward(version=v, episodes=128 if v < 10 else 5, mean_reward=v / 10) for v in range(11)),
+        last_failure=None,
     )
     return replace(snapshot, **changes)
 
@@ -80,7 +81,8 @@ def make_summary(**changes: Any) -> Summary:
         tokens_sampled=200_123,
         attempts=5143,
         outcomes={"finished": 5000, "turn_limit": 140},
-        failures={"lease_lost": 3},
+        failures={"lease_lost": 3, "handler_failed": 1},
+        last_failure="handler_failed: run of my:Tool: KeyError: [red]",
     )
     return replace(summary, **changes)
 

@@ -12,8 +12,11 @@ from typer.testing import CliRunner
 
 from common.config import TINY_MODELS
 from common.errors import SetupError
+from common.settings import masked
 from deploy.cli import app
 from deploy.demo import DemoHandler, demo_config
+from deploy.folder import DataFolder, write_private
+from deploy.local import StackAddresses, addresses_file
 
 HEAVY = ("matplotlib", "pyarrow", "sqlalchemy", "alembic", "torch")
 RUNNER = CliRunner(env={name: None for name in os.environ if name.startswith("ROLLMILL_")} | {"COLUMNS": "100"})
@@ -156,6 +159,39 @@ def test_flower_beside_a_broker_that_is_down_says_so(tmp_path: Path) -> None:
     )
     assert isinstance(result.exception, SetupError)
     assert str(result.exception).startswith("cannot use the broker redis://:***@127.0.0.1:1/0: ")
+
+
+@pytest.mark.parametrize("url", ["kafka://host:9092", "garbage", "amqp://me:secret@host:port//"])
+def test_a_broker_of_an_unknown_kind_is_refused_with_the_forms_that_are_known(url: str, tmp_path: Path) -> None:
+    result = RUNNER.invoke(app, ["flower", "--data-dir", str(tmp_path)], env={"ROLLMILL_BROKER_URL": url})
+    assert isinstance(result.exception, SetupError)
+    line = str(result.exception)
+    assert line.startswith(f"broker URL {masked(url)!r} is malformed (")
+    assert line.endswith("give amqp://user:password@host:port// or redis://:password@host:port/0")
+
+
+@pytest.mark.parametrize("command", [("demo",), ("status",), ("sql", "SELECT 1"), ("flower",)])
+def test_a_data_folder_that_is_a_file_is_called_that(command: tuple[str, ...], tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    line = refusal(*command, "--data-dir", str(tmp_path / "file"))
+    assert line.startswith(f"data folder {tmp_path / 'file'} is not a folder: ")
+
+
+def test_while_a_stack_starts_questions_are_to_be_asked_again(tmp_path: Path) -> None:
+    with DataFolder(tmp_path):
+        line = refusal("sql", "SELECT 1", "--data-dir", str(tmp_path))
+    assert line == (
+        f"process {os.getpid()} on data folder {tmp_path} is still starting, or just ending: try again in a moment"
+    )
+
+
+def test_a_second_flower_is_told_of_the_first(tmp_path: Path) -> None:
+    addresses = StackAddresses(database_url="", broker_url="redis://", broker_api_url=None, engine_url="")
+    with DataFolder(tmp_path / "flower"):
+        (tmp_path / "run").mkdir()
+        write_private(addresses_file(tmp_path), addresses.to_json())
+        line = refusal("flower", "--data-dir", str(tmp_path))
+    assert line == f"Flower already runs on data folder {tmp_path}, as process {os.getpid()}"
 
 
 def test_migrate_needs_a_database() -> None:

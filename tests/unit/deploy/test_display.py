@@ -104,6 +104,14 @@ def test_plain_line_mentions_restarts_and_problems() -> None:
     assert line.endswith("restarts 2  ! look here")
 
 
+def test_panel_and_plain_line_show_the_last_failure_on_one_line() -> None:
+    failed = make_view(snapshot=make_snapshot(last_failure="handler_failed: run of my:Tool: RuntimeError:\n [boom]"))
+    expected = "last failure: handler_failed: run of my:Tool: RuntimeError: [boom]"
+    assert line_with(text_of(failed), "last failure") == expected
+    assert plain_line(failed).endswith(f"  {expected}")
+    assert "last failure" not in plain_line(make_view())
+
+
 def test_without_a_terminal_the_first_and_the_last_frame_are_lines() -> None:
     console = Console(file=StringIO(), force_terminal=False, width=40)
     with open_display(console) as display:

@@ -8,7 +8,7 @@ from common.errors import SetupError
 from common.settings import PREFIX, Settings
 from deploy.flower import flower_password, flower_spec
 from deploy.folder import DataFolder, write_private
-from deploy.local import StackAddresses, StackPlan, addresses_file, read_addresses, work_specs
+from deploy.local import LocalStack, StackAddresses, StackPlan, addresses_file, read_addresses, work_specs
 from deploy.ports import HOST, free_port
 from deploy.process import ProcessSpec, Restart
 
@@ -64,3 +64,15 @@ def test_flower_gets_its_passwords_by_environment(folder: DataFolder) -> None:
     assert spec.env["FLOWER_BASIC_AUTH"] == f"admin:{flower_password(folder.path)}"
     assert spec.env["FLOWER_BROKER_API"] == ADDRESSES.broker_api_url
     assert not any("secret" in part or flower_password(folder.path) in part for part in spec.argv)
+
+
+def test_a_disk_that_fills_up_at_work_ends_the_stack_with_a_line_that_says_so(tmp_path: Path) -> None:
+    free = {tmp_path: 100_000_000}
+    with LocalStack(Settings(data_dir=tmp_path), PLAN, free_bytes=free.__getitem__) as stack:
+        stack.poll()
+    free[tmp_path] = 99_000_000
+    with (
+        LocalStack(Settings(data_dir=tmp_path), PLAN, free_bytes=free.__getitem__) as stack,
+        pytest.raises(SetupError, match=rf"^only 99 MB free for data folder {tmp_path}: make room; the same command"),
+    ):
+        stack.poll()

@@ -85,9 +85,20 @@ def test_figures_sum_the_run_up() -> None:
     assert rows["trained unlike sampled"] == "[green]0 episodes[/]"
     assert rows["staleness"] == "largest 1, mean 0.43 versions, bound 1"
     assert rows["episodes ended by"] == "5,000 finished, 140 turn_limit"
-    assert rows["infrastructure failures"] == "3 lease_lost"
+    assert rows["attempts"] == "5,143 begun for 5,140 episodes"
+    assert rows["handler's own errors"] == "1 time handler_failed"
+    assert rows["infrastructure errors"] == "3 times lease_lost"
+    assert rows["last failure"] == r"handler_failed: run of my:Tool: KeyError: \[red]"
     assert rows["process restarts"] == "2 fleet-run"
     assert rows["seconds"] == "setup 31.0, start 6.2, train 101.3, stop 1.5"
+
+
+def test_mean_reward_of_very_few_versions_is_put_in_words_that_fit() -> None:
+    def words(*means: float | None) -> str:
+        return dict(figures(make_report(summary=make_summary(mean_reward_by_version=means))))["mean reward"]
+
+    assert words(0.25, None) == "[bold]0.25[/] in the one version that has scored episodes"
+    assert words(0.25, 0.75) == "0.50 in the first 2 versions, [bold]0.50[/] in the last 2"
 
 
 def test_figures_that_must_be_zero_and_are_not_stand_out() -> None:
@@ -125,6 +136,16 @@ def test_present_prints_curve_figures_queries_and_ways_on_and_writes_the_files(t
     assert "postgresql://" not in text
     assert json.loads((tmp_path / "report.json").read_text())["run"] == "demo-shell-seed7"
     assert imread(tmp_path / "reports" / "demo-shell-seed7.png").std() > 0.05
+
+
+def test_a_long_way_on_has_a_line_of_its_own_that_is_not_broken(tmp_path: Path) -> None:
+    console = Console(file=StringIO(), width=80)
+    data_dir = tmp_path / ("x" * 60)
+    present(make_report(), console=console, data_dir=data_dir, json_file=None)
+    assert isinstance(console.file, StringIO)
+    assert f"logs of each process      \n  {data_dir}/logs\n" in console.file.getvalue()
+    psql = own_command(data_dir)("psql")
+    assert f"\n  {psql}\n" in console.file.getvalue()
 
 
 def test_commands_to_copy_name_the_data_folder_unless_it_is_the_usual_one() -> None:

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from signal import Signals
 
@@ -98,3 +99,11 @@ def test_old_figures_are_explained() -> None:
     assert problem_of(fresh, now_s=112.0) == "the database takes its time: figures are 12 s old"
     away = Reading(snapshot=make_snapshot(), at_s=100.0, error="connection refused")
     assert problem_of(away, now_s=103.0) == ("the database does not answer (connection refused): figures are 3 s old")
+
+
+def test_a_broker_that_is_away_is_named_beside_what_else_is_wrong() -> None:
+    away = Reading(snapshot=make_snapshot(), at_s=100.0, error=None, broker_away="amqp://me:***@host//: refused")
+    assert problem_of(away, now_s=101.0) == "broker away: amqp://me:***@host//: refused"
+    assert problem_of(replace(away, error="gone"), now_s=103.0) == (
+        "the database does not answer (gone): figures are 3 s old; broker away: amqp://me:***@host//: refused"
+    )
