@@ -23,6 +23,7 @@ CONFIG = RunConfig(
 def make_snapshot(**changes: Any) -> Snapshot:
     snapshot = Snapshot(
         state=RunState.ACTIVE,
+        error=None,
         stages={
             Stage.INIT: StageCounts(waiting=11, working=12, done=1300),
             Stage.RUN: StageCounts(waiting=21, working=22, done=1257),

@@ -93,7 +93,7 @@ def test_wrong_arguments_are_refused_by_name(arguments: tuple[str, ...], named: 
 
 def test_missing_run_configuration_is_refused(tmp_path: Path) -> None:
     line = refusal("up", "--config", str(tmp_path / "no.toml"))
-    assert line == f"run configuration {tmp_path / 'no.toml'} does not exist"
+    assert line == f"run configuration {tmp_path / 'no.toml'} cannot be read: No such file or directory"
 
 
 def write_config(path: Path, **fields: object) -> str:

@@ -81,6 +81,12 @@ def test_the_stacks_errors_end_the_watching() -> None:
     assert stack.num_polls == 3
 
 
+def test_a_run_that_cannot_be_fed_ends_the_watching_with_the_reason() -> None:
+    broken = make_snapshot(error="unknown handler 'nope'")
+    with pytest.raises(SetupError, match="run demo-shell-seed7 cannot be fed: unknown handler 'nope'"):
+        watch(watched(), stack=CountingStack(), latest=Readings(broken), display=Frames())
+
+
 def test_figures_that_stand_still_too_long_are_an_error_that_names_run_and_logs() -> None:
     with pytest.raises(SetupError, match=r"run demo-shell-seed7: no figure has changed .* /data/logs"):
         watch(watched(stall_limit_s=0.1), stack=CountingStack(), latest=Readings(make_snapshot()), display=Frames())

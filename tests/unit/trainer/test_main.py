@@ -27,7 +27,7 @@ def start(config: Path, **variables: str) -> subprocess.CompletedProcess[str]:
 @pytest.mark.parametrize(
     ("config", "variables", "line"),
     [
-        (None, {}, "trainer: run configuration {config} does not exist"),
+        (None, {}, "trainer: run configuration {config} cannot be read: No such file or directory"),
         ('name = "No"', {}, "trainer: run configuration {config}: name: "),
         (CONFIG, {}, "trainer: ROLLMILL_DATABASE_URL is not set: "),
         (CONFIG, {"ROLLMILL_DATABSE_URL": "x"}, "trainer: unknown variable ROLLMILL_DATABSE_URL: "),
