@@ -14,6 +14,9 @@ from common.errors import DatabaseUnavailable
 
 logger = logging.getLogger(__name__)
 
+CLOSE_TIMEOUT_S = 10.0
+"""A database that hangs must not keep a process from ending."""
+
 
 class Leases:
     """Waits for: the next heartbeat. Woken by: `close`. A claim whose lease was taken is told to stop."""
@@ -48,7 +51,7 @@ class Leases:
 
     def close(self) -> None:
         self._closed.set()
-        self._thread.join()
+        self._thread.join(CLOSE_TIMEOUT_S)
 
     def _run(self) -> None:
         while not self._closed.wait(self._heartbeat_s):

@@ -1,4 +1,7 @@
-"""Cancelling episodes, and pausing and stopping runs, against everybody who works on them at the same moment."""
+"""Cancelling episodes, and pausing and stopping runs, against everybody who works on them at the same moment.
+
+Over 400 lines: the orders of one race each, side by side, so that a missing one is seen.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""The servers that a one-machine stack starts for itself: real ones, killed on purpose."""
+"""The servers that a one-machine stack starts for itself: real ones, killed on purpose.
+
+Over 400 lines: every test starts servers through the `Stack` above them, and one file keeps that frame in sight.
+"""
 
 from __future__ import annotations
 
