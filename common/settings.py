@@ -35,6 +35,9 @@ class Settings(BaseSettings):
     """An unclaimed episode is announced on its queue again after this; longer than a usual wait in the queue."""
     reap_every_s: float = Field(default=1.0, gt=0)
     feed_every_s: float = Field(default=0.1, gt=0)
+    max_episodes_in_flight: int | None = Field(default=None, ge=1)
+    """Episodes that all runs together may have in flight, which is not final; the feeder shares them out by the runs'
+    weights. Runs with a weight may have one group each even if that is more. None = no common bound."""
     max_attempts: int = Field(default=5, ge=1)
     """Attempts of an episode, before it is FAILED."""
     engine_wait_s: float = Field(default=90.0, gt=0)

@@ -17,7 +17,7 @@ NOTHING_TO_CANCEL = 1
 """Exit code when all that was named had ended before."""
 MAX_ID = 2**63 - 1
 
-run_app = typer.Typer(no_args_is_help=True, help="List, pause, resume and stop runs.")
+run_app = typer.Typer(no_args_is_help=True, help="List, pause, resume and stop runs, and share the fleet out.")
 
 Episodes = Annotated[
     list[int] | None, typer.Option("--episode", min=1, max=MAX_ID, help="Id of an episode; may be repeated.")
@@ -75,6 +75,38 @@ def stop(run: RunName, why: Why = "the run was stopped", data_dir: DataDir = Non
         stopped = run_control.stop(conn, run, why=why)
     ended = cancelled_line(stopped.episodes) if stopped.episodes.num_cancelled else "no episode was in flight"
     _say(f"run {run} is stopped: {ended}; {stopped.num_groups_dropped:,} groups dropped")
+
+
+@run_app.command(
+    epilog="[bold]rollmill run share[/]   ·   [bold]rollmill run share my-run --weight 2 --max-episodes none[/]"
+)
+def share(
+    run: Annotated[str | None, typer.Argument(help="The run's name.", show_default="a table of all")] = None,
+    weight: Annotated[float | None, typer.Option(help="Its part beside the others'; 0 = what they leave.")] = None,
+    max_episodes: Annotated[str | None, typer.Option(help="Its episodes in flight: a number, or none.")] = None,
+    max_sandboxes: Annotated[str | None, typer.Option(help="Its sandboxes in flight: a number, or none.")] = None,
+    data_dir: DataDir = None,
+) -> None:
+    """Set a run's weight and limits while it goes on; without options, show those of all runs that are not over.
+
+    Shares are of ROLLMILL_MAX_EPISODES_IN_FLIGHT, which must be set here as it is for the feeder.
+    """
+    settings = settings_for(data_dir)
+    from deploy.access import open_database
+    from deploy.sharing import change_share, parse_limit, share_line, share_table
+
+    given: dict[str, object] = {} if weight is None else {"weight": weight}
+    if max_episodes is not None:
+        given["max_episodes_in_flight"] = parse_limit("--max-episodes", max_episodes)
+    if max_sandboxes is not None:
+        given["max_sandboxes"] = parse_limit("--max-sandboxes", max_sandboxes)
+    if given and run is None:
+        raise SetupError("say which run's share to change: rollmill run share NAME")
+    with open_database(settings) as database:
+        if run is not None and given:
+            _say(share_line(run, change_share(database, run, given)))
+        else:
+            Console().print(share_table(database, capacity=settings.max_episodes_in_flight))
 
 
 def cancel(

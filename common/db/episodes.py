@@ -16,6 +16,7 @@ from pydantic import JsonValue
 from sqlalchemy import Connection, text
 
 from common.config import RunConfig
+from common.db import stragglers
 from common.episode import FINAL_STATES, MOVES, STAGE_OF, TAKES, EpisodeState, Stage
 from common.errors import LeaseLost
 from common.outcomes import Outcome
@@ -146,6 +147,9 @@ def move(
         "reward": reward,
         "reward_parts": json.dumps(reward_parts) if reward_parts is not None else None,
     }
+    may_complete = to is EpisodeState.SCORED and claim.config.rollout.oversample > 0
+    if may_complete:
+        stragglers.hold_siblings(conn, claim.group_id)
     # Only what the stage has made is named: its role may not write the other columns, not even with NULL.
     given = "".join(f", {_SET_RESULT[name]}" for name, value in results.items() if value is not None)
     # One statement for the move and its event: each costs a round trip, three times per episode.
@@ -181,6 +185,8 @@ def move(
         raise LeaseLost(f"episode {claim.episode_id} attempt {claim.attempt}: the claim of {claim.worker} is gone")
     if to in FINAL_STATES:
         count_final(conn, [claim.group_id])
+        if may_complete:
+            stragglers.cancel_rest(conn, claim.group_id)
         return None
     return Wakeup(stage=STAGE_OF[to], episode_id=claim.episode_id, attempt=claim.attempt)
 

@@ -11,7 +11,7 @@ from common.config import RunConfig
 
 def name_to_go_on(conn: Connection, config: RunConfig) -> str:
     """The newest unfinished run of the stem `config.name` that has this very configuration, else the next free name."""
-    wanted = json.loads(config.model_dump_json(exclude={"name"}))
+    wanted = json.loads(config.model_dump_json(exclude={"name", "sharing"}))
     rows = conn.execute(
         text("SELECT name, config - 'name' AS config, state FROM run WHERE name ~ :pattern ORDER BY id DESC"),
         {"pattern": f"^{config.name}(-[0-9]+)?$"},

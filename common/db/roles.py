@@ -81,8 +81,12 @@ GRANTS: Mapping[Role, Grants] = MappingProxyType(
         ),
         Role.EVAL: _with(_STAGE, {"turn": ("SELECT",), "episode": ("UPDATE (reward, reward_parts)",)}),
         Role.TRAINER: {
-            "run": ("SELECT", "INSERT (name, config)", "UPDATE (state, finished_at)"),
-            "episode_group": ("SELECT", "UPDATE (state, step_id, drop_reason)"),
+            "run": (
+                "SELECT",
+                "INSERT (name, config)",
+                "UPDATE (state, finished_at, sharing, weight, max_episodes_in_flight, max_sandboxes)",
+            ),
+            "episode_group": ("SELECT", "UPDATE (state, step_id, drop_reason, dropped_version)"),
             "episode": ("SELECT",),
             "turn": ("SELECT",),
             "turn_tokens": ("SELECT",),
@@ -99,9 +103,10 @@ GRANTS: Mapping[Role, Grants] = MappingProxyType(
             "engine": ("SELECT",),
             "train_step": ("SELECT",),
             "task": ("SELECT", "INSERT (dataset, key, handler, payload)"),
-            "episode_group": ("SELECT", "INSERT (run_id, task_id, size)"),
+            "episode_group": ("SELECT", "INSERT (run_id, task_id, size, wanted)"),
             "episode": ("SELECT", "INSERT (run_id, group_id, index)"),
             "episode_event": (_NOTE,),
+            "sandbox": ("SELECT",),
         },
         Role.REAPER: {
             "engine": ("SELECT",),
