@@ -9,13 +9,13 @@ from uuid import uuid4
 import pytest
 from sqlalchemy import Connection, text
 
-from common.db import engines, episodes, groups, sandboxes, steps, turns
+from common.db import engines, episodes, groups, sandboxes, sharing, steps, stragglers, turns
 from common.db.episodes import Claim, Wakeup
 from common.db.session import Database
 from common.episode import STAGE_OF, EpisodeState
 from common.outcomes import Outcome
 from tests.conftest import clone
-from tests.integration.big_run import GROUPS_PER_STEP, NUM_COMPLETE, NUM_FINAL, NUM_GROUPS, NUM_STEPS, fill
+from tests.integration.big_run import GROUP_SIZE, GROUPS_PER_STEP, NUM_COMPLETE, NUM_FINAL, NUM_GROUPS, NUM_STEPS, fill
 from tests.integration.lockstep import PUBLISHED
 from tests.integration.plans import scans_of, times_of
 from tests.integration.world import World, make_turn, make_world
@@ -96,6 +96,23 @@ def _move(conn: Connection, world: World) -> Callable[[], object]:
     return lambda: episodes.move(conn, held, EpisodeState.SCORED, why="scored", reward=1.0, reward_parts={})
 
 
+def _cancel_rest(conn: Connection, world: World) -> Callable[[], object]:
+    """A whole group in flight, which has as many scores as it wants: none."""
+    group_id = claimed(conn, EpisodeState.NEW).group_id
+    conn.execute(text("UPDATE episode_group SET wanted = 0 WHERE id = :id"), {"id": group_id})
+
+    def both() -> None:
+        stragglers.hold_siblings(conn, group_id)
+        assert stragglers.cancel_rest(conn, group_id) == GROUP_SIZE
+
+    return both
+
+
+def _loads(conn: Connection, world: World) -> Callable[[], object]:
+    conn.execute(text("UPDATE run SET max_sandboxes = 1000"))
+    return lambda: sharing.loads(conn)
+
+
 def _retry(conn: Connection, world: World) -> Callable[[], object]:
     held = claimed(conn, EpisodeState.NEW)
     return lambda: episodes.retry(conn, held, outcome=Outcome.ENGINE_LOST, detail="", afresh=True, max_attempts=1)
@@ -134,12 +151,15 @@ CALLS: dict[str, Callable[[Connection, World], Callable[[], object]]] = {
     "save_turn": _save,
     "load_turns": _load,
     "move_and_count_final": _move,
+    "cancel_rest": _cancel_rest,
     "retry": _retry,
     "reap": call(episodes.reap, max_attempts=3),
     "resend": call(episodes.resend, after_s=60),
     "take_groups": lambda conn, world: lambda: _take(conn, world),
     "drop_groups": call_for_run(steps.take_groups, version_in=NUM_STEPS + 9, num_groups=1, max_staleness=1),
     "load_and_finish_step": _step,
+    "num_refilled": call_for_run(steps.num_refilled, version_in=NUM_STEPS),
+    "loads": _loads,
     "num_in_flight": call_for_run(groups.num_in_flight, live_version=NUM_STEPS - 2),
     "num_not_dropped": call_for_run(groups.num_not_dropped),
     "live_version": call_for_run(engines.live_version),
