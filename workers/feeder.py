@@ -20,7 +20,7 @@ from pathlib import Path
 from pydantic import JsonValue
 
 from common.config import RunConfig
-from common.db import groups, runs, sharing, tasks
+from common.db import groups, runs, sharing, submissions, tasks
 from common.db.episodes import Wakeup
 from common.db.runs import DataCursor, Run
 from common.db.session import Database
@@ -101,9 +101,12 @@ class Feeder:
                 run, cursor = load.run, cursors.get(load.run.id)
                 if not num or cursor is None:
                     continue
-                chosen, cursor = next_tasks(task_ids[run.id], cursor, num=num, seed=run.config.seed)
+                submitted = submissions.take(conn, run.id, limit=num)
+                chosen, cursor = next_tasks(
+                    task_ids[run.id], cursor, num=num - len(submitted), seed=run.config.seed
+                )
                 wakeups = groups.create(
-                    conn, run_id=run.id, task_ids=chosen, size=run.config.episodes_per_group, wanted=run.config.wanted
+                    conn, run_id=run.id, task_ids=[*submitted, *chosen], size=run.config.episodes_per_group, wanted=run.config.wanted
                 )
                 runs.move_cursor(conn, run.id, cursor)
                 fed.append((run, wakeups))

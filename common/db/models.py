@@ -89,6 +89,18 @@ class Task(Base):
     payload: Mapped[dict[str, Any]]
 
 
+class Submission(Base):
+    """A task that was handed to a run while it went on; the feeder plays it before the run's own task set."""
+
+    __tablename__ = "submission"
+    __table_args__ = (Index("submission_waiting_ix", "run_id", "task_id", postgresql_where=text("fed_at IS NULL")),)
+    task_id: Mapped[int] = mapped_column(ForeignKey("task.id"), primary_key=True, autoincrement=False)
+    run_id: Mapped[int] = mapped_column(ForeignKey("run.id"))
+    submitted_at: Mapped[datetime] = _now()
+    fed_at: Mapped[datetime | None]
+    """When its group was made; None = it waits for room."""
+
+
 class EpisodeGroup(Base):
     """G episodes of one task in one run."""
 

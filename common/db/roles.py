@@ -103,6 +103,7 @@ GRANTS: Mapping[Role, Grants] = MappingProxyType(
             "engine": ("SELECT",),
             "train_step": ("SELECT",),
             "task": ("SELECT", "INSERT (dataset, key, handler, payload)"),
+            "submission": ("SELECT", "UPDATE (fed_at)"),
             "episode_group": ("SELECT", "INSERT (run_id, task_id, size, wanted)"),
             "episode": ("SELECT", "INSERT (run_id, group_id, index)"),
             "episode_event": (_NOTE,),

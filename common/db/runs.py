@@ -94,8 +94,10 @@ def find(conn: Connection, name: str) -> Run | None:
     return from_row(row) if row else None
 
 
-def require(conn: Connection, name: str) -> Run:
-    """The run of this name. Raises SetupError that lists the newest ones there are."""
+def require(conn: Connection, name: str, *, lock: bool = False) -> Run:
+    """The run of this name, its row locked if asked. Raises SetupError that lists the newest ones there are."""
+    if lock:
+        conn.execute(text("SELECT id FROM run WHERE name = :name FOR UPDATE"), {"name": name})
     run = find(conn, name)
     if run is None:
         newest = conn.execute(text("SELECT name FROM run ORDER BY id DESC LIMIT 10")).scalars().all()
