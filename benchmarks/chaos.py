@@ -120,7 +120,9 @@ def chaos(order: Order, console: Console) -> Found:
         display = stack.enter_context(_Display(console, order))
         started_s = time.monotonic()
         snapshot = _until_over(stack_of, reader, killer, display, order)
+        display.say(f"the run is {snapshot.state}: waiting for the reapers")
         _until_swept(stack_of, run)
+        display.say("auditing")
         return _look(stack_of, run, killer, snapshot, seconds=time.monotonic() - started_s)
 
 
@@ -261,6 +263,10 @@ class _Display:
     def __exit__(self, *_: object) -> None:
         if self._live:
             self._live.stop()
+
+    def say(self, what: str) -> None:
+        """A line about what we wait for."""
+        self._console.print(what, highlight=False)
 
     def show(self, now_s: float, snapshot: Snapshot | None, killer: Killer) -> None:
         every_s = 0.25 if self._live else PLAIN_EVERY_S
