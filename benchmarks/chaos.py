@@ -44,8 +44,8 @@ SETTINGS = {
     # An episode here meets more deaths than in years of service; each counts as a failure.
     "ROLLMILL_MAX_ATTEMPTS": "1000",
 }
-GROUP_SIZE, GROUPS_PER_STEP = 4, 3
-IN_FLIGHT = 2 * GROUPS_PER_STEP * GROUP_SIZE
+GROUP_SIZE, GROUPS_PER_STEP, MAX_STALENESS = 4, 3, 3
+IN_FLIGHT = (MAX_STALENESS + 1) * GROUPS_PER_STEP * GROUP_SIZE
 TOKENS_PER_EPISODE = 45
 """Of three turns: ls, cat, the answer."""
 WARM_UP_TIMEOUT_S = 120.0
@@ -92,7 +92,10 @@ def run_config(order: Order) -> RunConfig:
         seed=order.seed,
         rollout=RolloutConfig(group_size=GROUP_SIZE, max_turns=4, max_tokens_per_turn=64),
         train=TrainConfig(
-            num_versions=-(-order.episodes // per_version), groups_per_step=GROUPS_PER_STEP, minibatches=1
+            num_versions=-(-order.episodes // per_version),
+            groups_per_step=GROUPS_PER_STEP,
+            minibatches=1,
+            max_staleness=MAX_STALENESS,
         ),
     )
 
@@ -103,8 +106,8 @@ def chaos(order: Order, console: Console) -> Found:
     with ExitStack() as stack:
         stack_of = stack.enter_context(servers(order.data_dir, SETTINGS))
         run = stack_of.open_run(config)
-        # Half of the time that room allows: kills make every episode take more than one attempt.
-        token_s = 0.5 * IN_FLIGHT * order.seconds / order.episodes / TOKENS_PER_EPISODE
+        # A quarter of the time that room allows: kills make every episode take more than one attempt.
+        token_s = 0.25 * IN_FLIGHT * order.seconds / order.episodes / TOKENS_PER_EPISODE
         stack_of.start_engines(run, 2, "shell", "--token-s", f"{token_s:.4f}")
         _start_work(stack_of, config)
         plan = Plan(
