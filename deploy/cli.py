@@ -12,9 +12,10 @@ import typer
 from rich.console import Console
 
 from common.config import RunConfig, load_run_config
+from common.dataset import read_lines
 from common.errors import RollmillError, SetupError
 from deploy.broker import BrokerKind
-from deploy.control import cancel, run_app
+from deploy.control import cancel, run_app, submit
 from deploy.demo import DemoHandler, demo_config
 from deploy.options import DataDir, settings_for
 
@@ -92,7 +93,7 @@ def up(
     Real servers are used where ROLLMILL_DATABASE_URL and ROLLMILL_BROKER_URL name them.
     """
     settings = settings_for(data_dir)
-    run_config = _with_handler(_with_model(load_run_config(config)))
+    run_config = _with_tasks(_with_handler(_with_model(load_run_config(config))))
     from deploy.local_run import Order, run_locally
 
     run_locally(
@@ -122,6 +123,7 @@ def status(data_dir: DataDir = None) -> None:
 
 
 app.add_typer(run_app, name="run")
+app.command(epilog="[bold]rollmill submit my-run more-tasks.jsonl[/]")(submit)
 app.command(
     epilog="[bold]rollmill cancel --episode 17 --episode 18[/]   ·   [bold]rollmill cancel --group 5[/]   ·   "
     '[bold]rollmill cancel --run my-run --why "the tool was down"[/]'
@@ -317,6 +319,14 @@ def _with_model(config: RunConfig) -> RunConfig:
     return config.model_copy(
         update={"model": model, "dataset": config.dataset.absolute() if config.dataset is not None else None}
     )
+
+
+def _with_tasks(config: RunConfig) -> RunConfig:
+    """The configuration. Raises SetupError for a data set that cannot be read."""
+    if config.dataset is not None:
+        for _ in read_lines(config.dataset):
+            pass
+    return config
 
 
 def _with_handler(config: RunConfig) -> RunConfig:

@@ -1,12 +1,15 @@
-"""The commands that end or hold up work: `rollmill cancel` and `rollmill run`. Each is one transaction."""
+"""The commands that steer work: `rollmill submit`, `rollmill cancel`, `rollmill run`. Each is one transaction."""
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
 
+from common.dataset import content_key, read_lines
+from common.episode import RunState
 from common.errors import SetupError
 from deploy.options import DataDir, settings_for
 
@@ -109,6 +112,27 @@ def share(
             Console().print(share_table(database, capacity=settings.max_episodes_in_flight))
 
 
+def submit(
+    run: RunName,
+    tasks: Annotated[Path, typer.Argument(help="JSON lines, one task a line; `id` names it, or its contents do.")],
+    data_dir: DataDir = None,
+) -> None:
+    """Hand tasks to a run that goes on: they are played before the rest of its own task set, as there is room.
+
+    Each becomes a group like any other, and is trained. The same task handed in twice is played once.
+    """
+    settings = settings_for(data_dir)
+    given = [(str(payload.get("id", content_key(payload))), payload) for _, payload in read_lines(tasks)]
+    from common.db import submissions
+    from deploy.access import open_database
+
+    with open_database(settings) as database, database.begin() as conn:
+        done = submissions.submit(conn, run, given)
+    known = f", {done.num_known:,} known from before" if done.num_known else ""
+    paused = "; the run is paused" if done.run_state is RunState.PAUSED else ""
+    _say(f"run {run}: {_tasks(done.num_new)} submitted{known}; {_tasks(done.num_waiting)} waiting for room{paused}")
+
+
 def cancel(
     episode: Episodes = None,
     group: Groups = None,
@@ -147,6 +171,10 @@ def cancelled_line(done: Cancelled) -> str:
     if done.num_at_work:
         line += f", work on {done.num_at_work:,} of them stops within seconds"
     return f"{line}; {sum(done.already_final.values()):,} had ended before ({ended})" if ended else line
+
+
+def _tasks(num: int) -> str:
+    return f"{num:,} task" if num == 1 else f"{num:,} tasks"
 
 
 def _episodes(num: int) -> str:

@@ -14,12 +14,12 @@ import logging
 import random
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Callable, Mapping, Sequence
 
 from pydantic import JsonValue
 
 from common.config import RunConfig
+from common.dataset import read_lines
 from common.db import groups, runs, sharing, submissions, tasks
 from common.db.episodes import Wakeup
 from common.db.runs import DataCursor, Run
@@ -102,11 +102,13 @@ class Feeder:
                 if not num or cursor is None:
                     continue
                 submitted = submissions.take(conn, run.id, limit=num)
-                chosen, cursor = next_tasks(
-                    task_ids[run.id], cursor, num=num - len(submitted), seed=run.config.seed
-                )
+                chosen, cursor = next_tasks(task_ids[run.id], cursor, num=num - len(submitted), seed=run.config.seed)
                 wakeups = groups.create(
-                    conn, run_id=run.id, task_ids=[*submitted, *chosen], size=run.config.episodes_per_group, wanted=run.config.wanted
+                    conn,
+                    run_id=run.id,
+                    task_ids=[*submitted, *chosen],
+                    size=run.config.episodes_per_group,
+                    wanted=run.config.wanted,
                 )
                 runs.move_cursor(conn, run.id, cursor)
                 fed.append((run, wakeups))
@@ -123,7 +125,7 @@ class Feeder:
 
     def _tasks_of(self, run: Run) -> list[int]:
         if run.id not in self._task_ids:
-            given = list(read_tasks(run.config))
+            given = read_tasks(run.config)
             dataset = dataset_of(run.config, given)
             with self._database.begin() as conn:
                 if runs.bind_dataset(conn, run.id, dataset) != dataset:
@@ -143,7 +145,7 @@ def dataset_of(config: RunConfig, given: Sequence[tuple[str, dict[str, JsonValue
     return f"{config.dataset_name}:{config.handler}:{content[:16]}"
 
 
-def read_tasks(config: RunConfig) -> Iterator[tuple[str, dict[str, JsonValue]]]:
+def read_tasks(config: RunConfig) -> list[tuple[str, dict[str, JsonValue]]]:
     """(key, payload) of each task: from the data set's JSON lines, or made by the handler.
 
     Raises SetupError that names the handler, or the file and the line; EpisodeError when the handler fails.
@@ -152,32 +154,13 @@ def read_tasks(config: RunConfig) -> Iterator[tuple[str, dict[str, JsonValue]]]:
         handler = load_handler(config.handler)
     except ValueError as error:
         raise SetupError(str(error)) from None
-    if config.dataset is None:
-        with boundary(Outcome.HANDLER_FAILED, f"tasks of {config.handler}"):
-            made = list(handler.tasks(seed=config.seed, num_tasks=config.num_tasks))
-        given = [(str(index), payload) for index, payload in enumerate(made)]
-    else:
-        given = list(_read_lines(config.dataset))
-    if not given:
-        raise SetupError(f"data set {config.dataset_name} has no tasks")
-    yield from given
-
-
-def _read_lines(dataset: Path) -> Iterator[tuple[str, dict[str, JsonValue]]]:
-    try:
-        # Not splitlines(): a line separator of Unicode inside a string is no end of line in JSON lines.
-        lines = dataset.read_text().split("\n")
-    except (OSError, UnicodeDecodeError) as error:
-        raise SetupError(f"data set {dataset} cannot be read: {error}") from None
-    for number, line in enumerate(lines, start=1):
-        if line.strip():
-            try:
-                payload = json.loads(line)
-            except ValueError as error:
-                raise SetupError(f"data set {dataset} line {number} is not JSON: {error}") from None
-            if not isinstance(payload, dict):
-                raise SetupError(f"data set {dataset} line {number} is no JSON object: {line:.60}")
-            yield str(payload.get("id", number)), payload
+    if config.dataset is not None:
+        return list(read_lines(config.dataset))
+    with boundary(Outcome.HANDLER_FAILED, f"tasks of {config.handler}"):
+        made = list(handler.tasks(seed=config.seed, num_tasks=config.num_tasks))
+    if not made:
+        raise SetupError(f"handler {config.handler} makes no tasks: name a data set in the run's configuration")
+    return [(str(index), payload) for index, payload in enumerate(made)]
 
 
 def next_tasks(task_ids: Sequence[int], cursor: DataCursor, *, num: int, seed: int) -> tuple[list[int], DataCursor]:

@@ -2,37 +2,12 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from collections.abc import Callable
 
-import pytest
 from sqlalchemy import text
 
+from tests.integration.conftest import Answer
 from tests.integration.world import World
-
-Answer = tuple[int, str]
-"""Exit code, and all that was said."""
-
-
-@pytest.fixture
-def rollmill(world: World, database_url: str) -> Callable[..., Answer]:
-    """The command line beside the world's database."""
-    environment = {name: value for name, value in os.environ.items() if not name.startswith("ROLLMILL_")}
-
-    def call(*arguments: str) -> Answer:
-        done = subprocess.run(
-            [sys.executable, "-m", "deploy.cli", *arguments],
-            env={**environment, "ROLLMILL_DATABASE_URL": database_url},
-            capture_output=True,
-            text=True,
-            timeout=120,
-            check=False,
-        )
-        return done.returncode, done.stdout + done.stderr
-
-    return call
 
 
 def states(world: World) -> list[str]:

@@ -9,13 +9,13 @@ from uuid import uuid4
 import pytest
 from sqlalchemy import Connection, text
 
+from benchmarks.big_run import GROUP_SIZE, GROUPS_PER_STEP, NUM_COMPLETE, NUM_OPEN, Size, fill
 from common.db import engines, episodes, groups, sandboxes, sharing, steps, stragglers, turns
 from common.db.episodes import Claim, Wakeup
 from common.db.session import Database
 from common.episode import STAGE_OF, EpisodeState
 from common.outcomes import Outcome
 from tests.conftest import clone
-from tests.integration.big_run import GROUP_SIZE, GROUPS_PER_STEP, NUM_COMPLETE, NUM_FINAL, NUM_GROUPS, NUM_STEPS, fill
 from tests.integration.lockstep import PUBLISHED
 from tests.integration.plans import scans_of, times_of
 from tests.integration.world import World, make_turn, make_world
@@ -25,6 +25,9 @@ MAX_ROWS = 2_000
 """Rows of big tables that one call may read: some times what is in flight, a hundredth of what is stored."""
 
 MAX_CLAIM_S = 0.005
+NUM_STEPS = 3_108
+SIZE = Size(num_steps=NUM_STEPS)
+"""200,000 episodes."""
 
 
 @pytest.fixture(scope="module")
@@ -32,7 +35,7 @@ def big(postgres_url: str, template_database: str) -> Iterator[World]:
     with clone(postgres_url, template_database) as url:
         database = Database.connect(url)
         world = make_world(database)
-        fill(world)
+        fill(database, world.run.id, SIZE)
         yield world
         database.dispose()
 
@@ -185,8 +188,8 @@ def test_a_query_of_the_loop_reads_by_index_and_only_what_is_in_flight(big: Worl
 def test_the_feeder_counts_a_long_run_right(big: World) -> None:
     with big.database.begin() as conn:
         counted = conn.execute(text("SELECT count(*) FROM episode_group WHERE state <> 'DROPPED'")).scalar_one()
-        assert groups.num_not_dropped(conn, big.run.id) == counted == NUM_GROUPS - NUM_FINAL // 20
-        in_flight = NUM_GROUPS - NUM_FINAL
+        assert groups.num_not_dropped(conn, big.run.id) == counted == SIZE.num_groups - SIZE.num_final // 20
+        in_flight = NUM_COMPLETE + NUM_OPEN
         assert groups.num_in_flight(conn, big.run.id, live_version=NUM_STEPS) == in_flight > NUM_COMPLETE
 
 

@@ -1,18 +1,47 @@
-"""A run of 200,000 episodes, nearly all of them long final: what the tables of a long run look like."""
+"""A run with a long past: nearly all its episodes are final, as after weeks of work."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from sqlalchemy import text
 
-from tests.integration.world import World
+from common.db.session import Database
 
-NUM_GROUPS = 25_000
 GROUP_SIZE = 8
 GROUPS_PER_STEP = 8
-NUM_STEPS = 3_108
-NUM_FINAL = NUM_STEPS * GROUPS_PER_STEP
-"""Groups that were trained or dropped; the next NUM_COMPLETE are complete, the rest have no final episode."""
 NUM_COMPLETE = 36
+"""Groups that wait for the trainer."""
+NUM_OPEN = 100
+"""Groups without a final episode."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Size:
+    """How long the past is."""
+
+    num_steps: int
+    """Finished training steps, each of GROUPS_PER_STEP groups."""
+    turns_per_episode: int = 1
+
+    @property
+    def num_final(self) -> int:
+        """Groups that were trained or dropped."""
+        return self.num_steps * GROUPS_PER_STEP
+
+    @property
+    def num_groups(self) -> int:
+        return self.num_final + NUM_COMPLETE + NUM_OPEN
+
+    @property
+    def num_episodes(self) -> int:
+        return self.num_groups * GROUP_SIZE
+
+    @property
+    def num_turns(self) -> int:
+        """Those in flight have none."""
+        return (self.num_final + NUM_COMPLETE) * GROUP_SIZE * self.turns_per_episode
+
 
 _FILL = (
     """
@@ -36,7 +65,7 @@ _FILL = (
     """
     INSERT INTO episode (id, run_id, group_id, index, state, outcome, reward, version_min, version_max, num_turns,
                          num_sampled, prepared, finished_at, enqueued_at)
-    SELECT (g.id - 1) * :size + i + 1, :run, g.id, i, 'SCORED', 'finished', 0.5, version, version, 1, 3,
+    SELECT (g.id - 1) * :size + i + 1, :run, g.id, i, 'SCORED', 'finished', 0.5, version, version, :turns, 3 * :turns,
            '{"sandbox": null}', now(), now()
       FROM (SELECT id, least(id / :per_step, :num_steps) AS version FROM episode_group WHERE state <> 'OPEN') AS g,
            generate_series(0, :size - 1) AS i
@@ -54,8 +83,9 @@ _FILL = (
     """
     INSERT INTO turn (id, episode_id, attempt, index, finish_reason, num_suffix, num_sampled, version_spans, digest,
                       messages, engine, latency_ms)
-    SELECT id, id, 1, 0, 'stop', 3, 3, '[{"version": 0, "start": 0, "end": 3}]', '', '[]', 'http://engine', 7
-      FROM episode WHERE num_turns = 1
+    SELECT (id - 1) * :turns + n + 1, id, 1, n, 'stop', 3, 3, '[{"version": 0, "start": 0, "end": 3}]', '', '[]',
+           'http://engine', 7
+      FROM episode, generate_series(0, :turns - 1) AS n WHERE num_turns > 0
     """,
     """
     INSERT INTO turn_tokens (turn_id, suffix_ids, sampled_ids, logprobs) SELECT id, :three, :three, :three FROM turn
@@ -72,24 +102,25 @@ _FILL = (
 _SEQUENCES = ("train_step", "episode_group", "episode", "turn")
 
 
-def fill(world: World) -> None:
-    """Give the world's run its long past."""
+def fill(database: Database, run_id: int, size: Size) -> None:
+    """Give the run its long past. It must be the only one, without groups, with six tasks at least."""
     params = {
-        "run": world.run.id,
-        "num_groups": NUM_GROUPS,
+        "run": run_id,
+        "num_groups": size.num_groups,
         "size": GROUP_SIZE,
         "per_step": GROUPS_PER_STEP,
-        "num_steps": NUM_STEPS,
-        "num_final": NUM_FINAL,
+        "num_steps": size.num_steps,
+        "num_final": size.num_final,
         "num_complete": NUM_COMPLETE,
+        "turns": size.turns_per_episode,
         "three": bytes(12),
     }
-    with world.database.begin() as conn:
-        # The rows fit by construction: checking a million foreign keys would take longer than all the rest.
+    with database.begin() as conn:
+        # The rows fit by construction: checking millions of foreign keys would take longer than all the rest.
         conn.execute(text("SET LOCAL session_replication_role = replica"))
         for statement in _FILL:
             conn.execute(text(statement), params)
         for table in _SEQUENCES:
             conn.execute(text(f"SELECT setval(pg_get_serial_sequence('{table}', 'id'), (SELECT max(id) FROM {table}))"))
-    with world.database.engine.connect().execution_options(isolation_level="AUTOCOMMIT") as conn:
+    with database.engine.connect().execution_options(isolation_level="AUTOCOMMIT") as conn:
         conn.execute(text("VACUUM ANALYZE"))
