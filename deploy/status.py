@@ -31,6 +31,6 @@ def status_table(database: Database) -> Table:
                 f"{num_final(now):,} of {sum(now.episodes.values()):,}",
                 f"{now.episodes[EpisodeState.FAILED]:,}",
                 f"{now.episodes[EpisodeState.CANCELLED]:,}",
-                ", ".join(f"{num:,} {reason}" for reason, num in groups_dropped(conn, run.id).items()) or "-",
+                "\n".join(f"{num:,} {reason}" for reason, num in groups_dropped(conn, run.id).items()) or "-",
             )
     return table
