@@ -96,7 +96,7 @@ def share(
     """
     settings = settings_for(data_dir)
     from deploy.access import open_database
-    from deploy.sharing import change_share, parse_limit, share_line, share_table
+    from deploy.sharing import change_share, check_named, parse_limit, share_line, share_table
 
     given: dict[str, object] = {} if weight is None else {"weight": weight}
     if max_episodes is not None:
@@ -109,6 +109,7 @@ def share(
         if run is not None and given:
             _say(share_line(run, change_share(database, run, given)))
         else:
+            check_named(database, run)
             Console().print(share_table(database, capacity=settings.max_episodes_in_flight))
 
 

@@ -29,6 +29,13 @@ def change_share(database: Database, name: str, given: Given) -> SharingConfig:
     return changed
 
 
+def check_named(database: Database, name: str | None) -> None:
+    """Raise SetupError for a run that is not there, or that is over."""
+    if name is not None:
+        with database.begin() as conn:
+            sharing.require(conn, name)
+
+
 def share_table(database: Database, *, capacity: int | None) -> Table:
     """The runs that are not over: weights, limits, what is in flight and the share of `capacity`; None = no bound."""
     table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, header_style="dim")

@@ -17,7 +17,7 @@ def status_table(database: Database) -> Table:
     """The newest runs, newest first."""
     table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, header_style="dim")
     for name in ("run", "state", "version", "reward", "episodes", "failed", "cancelled", "groups dropped"):
-        table.add_column(name, justify="left" if name in LEFT else "right", no_wrap=True)
+        table.add_column(name, justify="left" if name in LEFT else "right", no_wrap=name != "groups dropped")
     with database.begin() as conn:
         for run in newest_runs(conn, limit=MAX_RUNS):
             now = take_snapshot(conn, run.id)
@@ -31,6 +31,6 @@ def status_table(database: Database) -> Table:
                 f"{num_final(now):,} of {sum(now.episodes.values()):,}",
                 f"{now.episodes[EpisodeState.FAILED]:,}",
                 f"{now.episodes[EpisodeState.CANCELLED]:,}",
-                ", ".join(f"{num:,} {reason}" for reason, num in groups_dropped(conn, run.id).items()) or "-",
+                "\n".join(f"{num:,} {reason}" for reason, num in groups_dropped(conn, run.id).items()) or "-",
             )
     return table

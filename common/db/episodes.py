@@ -137,6 +137,8 @@ def move(
 ) -> Wakeup | None:
     """End the claim by moving the episode on; returns the message for the next stage, None in a final state.
 
+    A score that is the last which an over-sampled group wants cancels the group's other episodes. It locks them before
+    its own row: nothing in the transaction may have locked a group, or an episode of a greater id, before.
     Raises LeaseLost if the claim no longer holds.
     """
     at = TAKES[claim.stage]

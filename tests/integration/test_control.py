@@ -59,7 +59,21 @@ def test_a_run_is_paused_resumed_and_stopped(world: World, rollmill: Callable[..
         "run run-a is stopped: 4 episodes cancelled; 2 groups dropped\n",
     )
     listed = rollmill("run", "list")
-    assert listed[1].splitlines()[1].split() == ["run-a", "stopped", "-", "of", "4", "-", "4", "of", "4", "0", "4"]
+    assert listed[1].splitlines()[1].split() == [
+        "run-a",
+        "stopped",
+        "-",
+        "of",
+        "4",
+        "-",
+        "4",
+        "of",
+        "4",
+        "0",
+        "4",
+        "2",
+        "run_stopped",
+    ]
     assert rollmill("run", "stop", "run-a") == (
         2,
         "rollmill: run run-a is stopped: only one that is active or paused can become stopped\n",

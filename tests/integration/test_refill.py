@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -19,6 +20,7 @@ from common.errors import DatabaseUnavailable
 from common.outcomes import Outcome
 from common.weights import Published
 from tests.integration.world import World, make_turn
+from trainer.source import wait_for_work
 from workers.feeder import Feeder, next_tasks
 
 PUBLISHED = Published(path=Path("model"), manifest_sha256="0" * 64)
@@ -181,6 +183,19 @@ def test_a_policy_that_has_solved_everything_comes_to_an_end(database: Database)
         assert found.groups_dropped == {DropReason.ZERO_VARIANCE: 9}
         assert (found.episodes_zero_variance, found.episodes_trained, found.episodes_lost) == (18, 12, 0)
         assert len(group_states(world)) == 3 * 2 + 9
+
+
+def test_the_trainer_takes_groups_without_variance_once_its_refills_are_used_up(
+    database: Database, caplog: pytest.LogCaptureFixture
+):
+    world = open_world(database, max_refills_per_step=1)
+    Feeder(database, list).round()
+    play(world, (1, 1), (1, 1), (0, 1))
+    work = wait_for_work(database, world.run, version=0, stop=threading.Event(), look_up=lambda: None)
+    assert work is not None
+    assert [[episode.reward for episode in group.episodes] for group in work.groups] == [[1, 1], [0, 1]]
+    assert group_states(world) == ["zero_variance", "TAKEN", "TAKEN", "OPEN"]
+    assert "training groups without variance run=1 version=0 count=1" in caplog.text
 
 
 @pytest.mark.parametrize("damage", ["UPDATE run SET config = jsonb_set(config, '{train,zero_variance}', '\"train\"')",

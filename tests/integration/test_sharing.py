@@ -222,6 +222,7 @@ def test_the_command_shows_and_changes_shares(database: Database, database_url: 
         ("one", "--weight", "-1"): "run one: weight = -1.0: Input should be greater than or equal to 0",
         ("one", "--weight", "nan"): "run one: weight = nan: Input should be a finite number",
         ("nobody", "--weight", "1"): "no run nobody in the database",
+        ("nobody",): "no run nobody in the database",
         ("--weight", "1"): "say which run's share to change",
     }
     for arguments, expected in refused.items():
