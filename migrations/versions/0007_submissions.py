@@ -5,8 +5,8 @@ from __future__ import annotations
 import sqlalchemy as sa
 from alembic import op
 
-revision = "submit"
-down_revision = "feed"
+revision = "0007"
+down_revision = "0006"
 
 
 def upgrade() -> None:
