@@ -12,7 +12,7 @@ import sys
 from collections.abc import Callable, Sequence
 
 from common.db import episodes, sandboxes
-from common.db.episodes import Wakeup
+from common.db.episodes import Backoff, Wakeup
 from common.db.session import Database
 from common.errors import EpisodeError
 from common.settings import Settings
@@ -35,6 +35,7 @@ class Reaper:
         self._settings = given
         self._backend = backend
         self._publish = publish
+        self._backoff = Backoff(first_s=given.retry_backoff_s, max_s=given.retry_backoff_max_s)
 
     def resend_all(self) -> None:
         """Announce every waiting episode at once: for a broker that starts empty."""
@@ -44,7 +45,7 @@ class Reaper:
     def round(self) -> None:
         """One round. Raises DatabaseUnavailable; the next round does what this one did not."""
         with self._database.begin() as conn:
-            expired = episodes.reap(conn, max_attempts=self._settings.max_attempts)
+            expired = episodes.reap(conn, max_attempts=self._settings.max_attempts, backoff=self._backoff)
         if expired:
             logger.warning("took back episodes=%d: their leases ran out", len(expired))
         lost = self._resend(after_s=self._settings.resend_after_s)
