@@ -128,10 +128,10 @@ class StageWorker:
     def _result(self, claim: Claim, future: Future[Done], woken: threading.Event) -> Done:
         """Waits for the work's end, until its budget is used up. `woken` is set before that if the work must stop."""
         budget_s = self._budget_s(claim)
-        in_time = woken.wait(0 if self._stopping.is_set() else budget_s)
+        in_time = self._stopping.is_set() or woken.wait(budget_s)
         if not future.done():
             ended = self._stop(claim, future)
-            if in_time or self._stopping.is_set():
+            if in_time:
                 raise Interrupted
             if not ended or future.exception() is not None:
                 detail = f"{self._stage} of {claim.handler} did not end within {budget_s:g} s"
