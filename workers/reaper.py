@@ -24,6 +24,9 @@ from workers.service import Round, serve
 
 logger = logging.getLogger(__name__)
 
+MANY = 1_000_000
+"""More episodes than ever wait at once: the staleness bound holds them down."""
+
 
 class Reaper:
     """One round does all three: expired leases, lost messages, orphaned sandboxes."""
@@ -39,8 +42,9 @@ class Reaper:
 
     def resend_all(self) -> None:
         """Announce every waiting episode at once: for a broker that starts empty."""
-        while wakeups := self._resend(after_s=0):
-            self._publish(wakeups)
+        with self._database.begin() as conn:
+            waiting = episodes.resend(conn, after_s=0, limit=MANY)
+        self._publish(waiting)
 
     def round(self) -> None:
         """One round. Raises DatabaseUnavailable; the next round does what this one did not."""
@@ -48,15 +52,12 @@ class Reaper:
             expired = episodes.reap(conn, max_attempts=self._settings.max_attempts, backoff=self._backoff)
         if expired:
             logger.warning("took back episodes=%d: their leases ran out", len(expired))
-        lost = self._resend(after_s=self._settings.resend_after_s)
+        with self._database.begin() as conn:
+            lost = episodes.resend(conn, after_s=self._settings.resend_after_s)
         if lost:
-            logger.info("announced again episodes=%d", len(lost))
+            logger.info("announced again, or after their wait, episodes=%d", len(lost))
         self._publish([*expired, *lost])
         self._sweep()
-
-    def _resend(self, *, after_s: float) -> list[Wakeup]:
-        with self._database.begin() as conn:
-            return episodes.resend(conn, after_s=after_s)
 
     def _sweep(self) -> None:
         with self._database.begin() as conn:
