@@ -46,6 +46,8 @@ logger = logging.getLogger(__name__)
 CONCURRENCY = {Stage.INIT: 16, Stage.RUN: 256, Stage.EVAL: 8}
 """Episodes that one process works on at once. RUN's share one asyncio loop and mostly wait for tokens."""
 
+LOOP_TIMEOUT_S = 5.0
+"""How long RUN's event loop may take to answer, before it counts as blocked."""
 END_TIMEOUT_S = 25.0
 """How long a process that is worn out may take to hand its claims back and end."""
 
@@ -60,6 +62,8 @@ class FleetProcess:
         self.worn_out = False
         """Whether it ends itself, so that it is started anew."""
         self._max_given_up = max(1, concurrency // 2)
+        self._loop: RunLoop | None = None
+        """RUN's; None = another stage."""
         self.database = Database.connect(given.require_database_url(), pool_size=8, wait_s=WORKER_WAIT_S)
         check_schema(self.database)
         self._settings = given
@@ -86,7 +90,7 @@ class FleetProcess:
         return lambda claim: threads.submit(partial(evaluate, claim))
 
     def _run(self) -> Work:
-        loop = RunLoop()
+        loop = self._loop = RunLoop()
         client = EngineClient(timeout_s=self._settings.request_timeout_s)
         pool = EnginePool(client, self._engines_of, wait_s=self._settings.engine_wait_s)
         keeper = WeightKeeper(self.database, client, owner=self._name, poll_s=self._settings.keeper_poll_s)
@@ -111,11 +115,14 @@ class FleetProcess:
 
     def _wear_out(self, num_given_up: int) -> None:
         """Work that does not end keeps its memory, its locks and its share of the processor for ever."""
-        if num_given_up < self._max_given_up or self.worn_out:
+        blocked = self._loop is not None and not self._loop.answers(within_s=LOOP_TIMEOUT_S)
+        if self.worn_out or (num_given_up < self._max_given_up and not blocked):
             return
         self.worn_out = True
         logger.critical(
-            "%d works hang in this process: it hands its claims back and ends, so that it is started anew", num_given_up
+            "%d works hang in this process%s: it hands its claims back and ends, so that it is started anew",
+            num_given_up,
+            " and its event loop is blocked" if blocked else "",
         )
         os.kill(os.getpid(), signal.SIGTERM)
         # What hangs may keep the process from its orderly end, too.

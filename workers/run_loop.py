@@ -64,6 +64,12 @@ class RunLoop:
         """Start a coroutine; cancelling the future cancels it, and the future is done when that has ended it."""
         return LoopWork(self.loop, coroutine)
 
+    def answers(self, *, within_s: float) -> bool:
+        """Whether the loop still turns: a handler that blocks holds up all episodes of the process."""
+        answered = threading.Event()
+        self.loop.call_soon_threadsafe(answered.set)
+        return answered.wait(within_s)
+
     def close(self) -> None:
         """Cancel what still runs and end the thread."""
         self.submit(_cancel_all()).result(STOP_TIMEOUT_S)

@@ -25,7 +25,8 @@ INFRASTRUCTURE = sorted(set(Outcome) - AGENT_OUTCOMES)
 DEEDS = (
     *("deliver", "deliver", "deliver", "move_on", "move_on", "move_on", "save_turn", "save_turn"),
     *("feed", "deliver_late", "deliver_wrong", "lose_all_messages", "renew", "retry", "retry", "release"),
-    *("cancel_episode", "cancel_group", "cancel_run", "come_due", "resend_due", "deliver_delayed"),
+    *("cancel_episode", "cancel_group", "cancel_run", "come_due", "resend_due"),
+    *("fail_again", "fail_again", "deliver_delayed", "deliver_delayed"),
     *("expire", "expire", "reap", "resend", "go_all_the_way", "go_all_the_way", "train", "train"),
 )
 Draw = Callable[[SearchStrategy[Any]], Any]
@@ -54,8 +55,7 @@ class EpisodeMachine(RuleBasedStateMachine):
             self.messages += self.both.feed(1)
 
     def deliver(self, draw: Draw) -> None:
-        waiting = {episode.wakeup(id) for id, episode in self.both.episodes.items() if episode.token is None}
-        if message := self._one_of(draw, [message for message in self.messages if message in waiting]):
+        if message := self._one_of(draw, [message for message in self.messages if self._waits_for(message)]):
             self._deliver(message)
 
     def deliver_late(self, draw: Draw) -> None:
@@ -88,6 +88,16 @@ class EpisodeMachine(RuleBasedStateMachine):
         if claim := self._claim(draw):
             outcome, backoff = draw(st.sampled_from(INFRASTRUCTURE)), draw(st.sampled_from([AT_ONCE, LATER]))
             self.messages += self.both.retry(claim, outcome, backoff)
+
+    def fail_again(self, draw: Draw) -> None:
+        """An episode fails twice in a row, after which it has to wait."""
+        message = self._one_of(draw, [message for message in self.messages if self._waits_for(message)])
+        for backoff in (AT_ONCE, LATER):
+            if message and (claim := self.both.deliver(message)):
+                self.claims.append(claim)
+                again = self.both.retry(claim, Outcome.ENGINE_LOST, backoff)
+                self.messages += again
+                message = next(iter(again), None)
 
     def release(self, draw: Draw) -> None:
         self.messages += self.both.release(self._some_claims(draw))
@@ -141,6 +151,10 @@ class EpisodeMachine(RuleBasedStateMachine):
 
     def _one_of(self, draw: Draw, items: Sequence[Item]) -> Item | None:
         return draw(st.sampled_from(items)) if items else None
+
+    def _waits_for(self, message: Wakeup) -> bool:
+        episode = self.both.episodes.get(message.episode_id)
+        return episode is not None and episode.token is None and episode.wakeup(message.episode_id) == message
 
     def _claim(self, draw: Draw) -> Claim | None:
         """Mostly one that holds, at times that of a late worker."""
