@@ -29,8 +29,8 @@ GROUP_SIZE = 2
 LEASE_S = 2.0
 START_S = 60.0
 """How long processes may take to import and to connect, on a machine that is busy with other tests."""
-THINKING = 2_000
-"""Tokens of a turn that lasts until the engine is told to hurry."""
+THINKING, TOKEN_S = 400, 0.1
+"""Tokens of a turn that lasts until the engine is told to hurry, and how long each of them takes until then."""
 HANGING_HANDLER = '''
 import time
 
@@ -71,7 +71,7 @@ def engine_of(world: World, renderer: Renderer) -> Iterator[ScriptedEngine]:
         return look if is_first else [*[ord("x")] * THINKING, renderer.close_id]
 
     loop = RunLoop()
-    engine = ScriptedEngine(reply, token_s=0.05, max_model_len=100_000)
+    engine = ScriptedEngine(reply, token_s=TOKEN_S, max_model_len=100_000)
     engine.version = version_name(world.run.name, 0)
     loop.submit(engine.start()).result(10)
     with world.database.begin() as conn:
@@ -128,6 +128,10 @@ def test_a_worker_that_was_paused_past_its_lease_writes_nothing_more(
         )
         os.kill(paused.pid, signal.SIGSTOP)
         stored = ask(world, "SELECT count(*) FROM turn")
+        # Its requests are answered now, so that it wakes with turns in its hands that it would store.
+        engine.token_s = 0.0
+        processes.until(lambda: not engine.open, within_s=START_S, what="answers to the paused worker")
+        engine.token_s = TOKEN_S
 
         other = processes.start("other", "workers.fleet", "run")
         name_of_other = f"run@{socket.gethostname()}:{other.pid}"
