@@ -41,6 +41,7 @@ SETTINGS = {
     "ROLLMILL_RESEND_AFTER_S": "4",
     # An episode here meets more deaths than in years of service; each counts as a failure.
     "ROLLMILL_MAX_ATTEMPTS": "1000",
+    "ROLLMILL_RETRY_BACKOFF_MAX_S": "1",
 }
 GROUP_SIZE, GROUPS_PER_STEP, MAX_STALENESS = 4, 3, 3
 IN_FLIGHT = (MAX_STALENESS + 1) * GROUPS_PER_STEP * GROUP_SIZE

@@ -33,7 +33,12 @@ class RolloutConfig(Section):
     temperature: float = Field(default=1.0, gt=0)
     """Sampling temperature; greedy sampling has no log-probs to train on."""
     episode_timeout_s: float = Field(default=120.0, gt=0)
-    """Time budget of an episode in RUN, queue time excluded."""
+    """Time budget of the agent in RUN, queue time and waiting for an engine excluded. A request or tool call that is
+    under way when it is used up is cut off, and the episode is scored with its turns."""
+    init_timeout_s: float = Field(default=300.0, gt=0)
+    """Time budget of an episode in INIT, queue time excluded; then the attempt has failed."""
+    eval_timeout_s: float = Field(default=300.0, gt=0)
+    """Time budget of an episode in EVAL, queue time excluded; then EVAL is tried again."""
 
 
 class TrainConfig(Section):

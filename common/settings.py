@@ -40,6 +40,13 @@ class Settings(BaseSettings):
     weights. Runs with a weight may have one group each even if that is more. None = no common bound."""
     max_attempts: int = Field(default=5, ge=1)
     """Attempts of an episode, before it is FAILED."""
+    retry_backoff_s: float = Field(default=1.0, ge=0)
+    """How long an episode waits after its second failure of infrastructure, twice as long after each further one.
+    After the first it is tried again at once."""
+    retry_backoff_max_s: float = Field(default=60.0, ge=0)
+    """The longest such wait."""
+    stage_grace_s: float = Field(default=5.0, gt=0)
+    """How long work that was told to stop may take to end, before it is given up."""
     engine_wait_s: float = Field(default=90.0, gt=0)
     """How long a turn waits for an engine with a fresh enough version, before the attempt fails."""
     keeper_poll_s: float = Field(default=1.0, gt=0)

@@ -5,16 +5,19 @@ The prompt of turn k+1 is the prompt of turn k, the ids sampled in it and the id
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 from common.config import RolloutConfig
 from common.episode import FinishReason, Message, Sampled, ToolCall, ToolSpec, Turn
-from common.errors import EpisodeError
+from common.errors import EpisodeError, RollmillError
 from common.outcomes import Outcome
 from workers.engine_errors import ContextOverflow
 from workers.tool_calls import ParsedTurn
+
+logger = logging.getLogger(__name__)
 
 
 class Renderer(Protocol):
@@ -23,6 +26,10 @@ class Renderer(Protocol):
     def first_prompt(self, messages: Sequence[Message], tools: Sequence[ToolSpec]) -> list[int]: ...
     def suffix(self, tool_messages: Sequence[Message]) -> list[int]: ...
     def parse(self, ids: Sequence[int]) -> ParsedTurn: ...
+
+
+class OutOfTime(RollmillError):
+    """The agent's time budget was used up in the middle of a request or a tool call, which was cut off."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,8 +50,9 @@ class Agent:
     renderer: Renderer
     config: RolloutConfig
     generate: Callable[[list[int]], Awaitable[Generated]]
-    """Prompt ids to sampled ids. Raises ContextOverflow when the prompt is too long."""
+    """Prompt ids to sampled ids. Raises ContextOverflow when the prompt is too long, and OutOfTime."""
     call_tool: Callable[[ToolCall], Awaitable[str]]
+    """Raises OutOfTime: the turn is then the last, with the results that came before."""
     save: Callable[[Turn], Awaitable[None]]
     """Stores a turn; the loop goes on only after it."""
     spent_s: Callable[[], float]
@@ -62,6 +70,11 @@ class Agent:
                     # The task itself is too long: nothing was sampled, so there is nothing to score or train.
                     raise EpisodeError(Outcome.HANDLER_FAILED, f"first prompt of {len(suffix)} ids: {error}") from None
                 return Outcome.CONTEXT_LIMIT
+            except OutOfTime as error:
+                if not turns:
+                    # There is nothing to score, and the agent has not even spoken: this says nothing about it.
+                    raise EpisodeError(Outcome.STAGE_TIMEOUT, f"no turn: {error}") from None
+                return Outcome.AGENT_TIMEOUT
             turn = Turn(
                 index=len(turns),
                 suffix_ids=tuple(suffix),
@@ -83,6 +96,8 @@ class Agent:
                 return Outcome.FORMAT_ERROR
             if not parsed.tool_calls:
                 return Outcome.FINISHED
+            if len(turns) < self.config.max_turns and len(_results(turns[-1])) < len(parsed.tool_calls):
+                return Outcome.AGENT_TIMEOUT
         if len(turns) == self.config.max_turns:
             return Outcome.TURN_LIMIT
         return Outcome.AGENT_TIMEOUT if self.spent_s() > self.config.episode_timeout_s else None
@@ -92,7 +107,13 @@ class Agent:
         said = Message(role="assistant", content=parsed.content, tool_calls=parsed.tool_calls)
         if sampled.finish_reason is not FinishReason.STOP or parsed.error is not None or is_last:
             return (said,)
-        return (said, *[Message(role="tool", content=await self.call_tool(call)) for call in parsed.tool_calls])
+        results = []
+        try:
+            for call in parsed.tool_calls:
+                results.append(Message(role="tool", content=await self.call_tool(call)))
+        except OutOfTime:
+            logger.info("tool call cut off name=%s", call.name)
+        return (said, *results)
 
 
 def prompt_ids(turns: Sequence[Turn]) -> list[int]:

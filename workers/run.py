@@ -15,7 +15,7 @@ from common.db.session import Database
 from common.episode import EpisodeState, ToolCall, Turn
 from common.errors import boundary
 from common.outcomes import Outcome
-from workers.agent import Agent, Generated, Renderer
+from workers.agent import Agent, Generated, OutOfTime, Renderer
 from workers.handlers.base import Handler
 from workers.init import PreparedEpisode
 from workers.sandbox.protocol import Backend, SandboxSession
@@ -26,7 +26,13 @@ class Engines(Protocol):
     """Where turns are sampled; `workers.engine_pool.EnginePool` is one."""
 
     async def generate(
-        self, claim: Claim, prompt_ids: list[int], *, request_id: str, stop_ids: tuple[int, ...]
+        self,
+        claim: Claim,
+        prompt_ids: list[int],
+        *,
+        request_id: str,
+        stop_ids: tuple[int, ...],
+        limit_s: float,
     ) -> Generated: ...
 
 
@@ -91,16 +97,27 @@ class _Playing:
             prompt_ids,
             request_id=f"{self._claim.token}-{self._num_requests}",
             stop_ids=self.renderer.stop_ids,
+            limit_s=self._left_s,
         )
         self.spent_s += generated.latency_ms / 1000
         return generated
 
     async def call_tool(self, call: ToolCall) -> str:
         started = time.monotonic()
+        limit = asyncio.timeout(self._left_s)
         try:
-            return await self._handler.call_tool(call, self._claim.payload, self._sandbox)
+            async with limit:
+                return await self._handler.call_tool(call, self._claim.payload, self._sandbox)
+        except TimeoutError:
+            if limit.expired():
+                raise OutOfTime(f"tool {call.name} was cut off after {self._left_s:g} s") from None
+            raise
         finally:
             self.spent_s += time.monotonic() - started
+
+    @property
+    def _left_s(self) -> float:
+        return self._claim.config.rollout.episode_timeout_s - self.spent_s
 
     async def save(self, turn: Turn) -> None:
         await asyncio.to_thread(self._save, turn)

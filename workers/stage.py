@@ -8,19 +8,20 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable, Mapping
-from concurrent.futures import CancelledError, Future
+from concurrent.futures import CancelledError, Future, wait
 from dataclasses import dataclass
 from uuid import uuid4
 
 from common.config import RunConfig
 from common.db import episodes
-from common.db.episodes import Claim, Wakeup
+from common.db.episodes import Backoff, Claim, Wakeup
 from common.db.session import Database
 from common.episode import EpisodeState, Stage
 from common.errors import DatabaseUnavailable, EpisodeError, LeaseLost, RollmillError, boundary
 from common.outcomes import Outcome
 from common.settings import Settings
 from workers.leases import Leases
+from workers.stage_threads import StageTimeout
 
 logger = logging.getLogger(__name__)
 
@@ -43,7 +44,7 @@ class Interrupted(RollmillError):
 
 
 Work = Callable[[Claim], "Future[Done]"]
-"""Starts a stage's work; cancelling the future stops it."""
+"""Starts a stage's work. Cancelling the future tells the work to stop; it is done when the work has ended."""
 
 
 class StageWorker:
@@ -59,7 +60,9 @@ class StageWorker:
         settings: Settings,
         worker: str,
         publish: Callable[[list[Wakeup]], None],
+        given_up: Callable[[int], object] = lambda num: None,
     ) -> None:
+        """`given_up` is called with the number of works that should have ended and still run in this process."""
         self._stage = stage
         self._work = work
         self._database = database
@@ -67,6 +70,9 @@ class StageWorker:
         self._settings = settings
         self._worker = worker
         self._publish = publish
+        self._given_up = given_up
+        self._stuck: list[Future[Done]] = []
+        self._stuck_lock = threading.Lock()
         self._configs: dict[int, RunConfig] = {}
         self._stopping = threading.Event()
 
@@ -105,8 +111,10 @@ class StageWorker:
         try:
             with boundary(Outcome.HANDLER_FAILED, f"{self._stage} of {claim.handler}"):
                 future = self._work(claim)
-                with self._leases.held(claim.token, future.cancel):
-                    return self._hand_on(claim, _result(future))
+                woken = threading.Event()
+                future.add_done_callback(lambda _: woken.set())
+                with self._leases.held(claim.token, woken.set):
+                    return self._hand_on(claim, self._result(claim, future, woken))
         except EpisodeError as error:
             logger.warning(
                 "stage failed stage=%s episode=%d attempt=%d %s", self._stage, claim.episode_id, claim.attempt, error
@@ -116,6 +124,51 @@ class StageWorker:
             if self._stopping.is_set():
                 return self._give_back(claim)
             raise LeaseLost(f"episode {claim.episode_id}: somebody else has it now") from None
+
+    def _result(self, claim: Claim, future: Future[Done], woken: threading.Event) -> Done:
+        """Waits for the work's end, until its budget is used up. `woken` is set before that if the work must stop."""
+        budget_s = self._budget_s(claim)
+        in_time = self._stopping.is_set() or woken.wait(budget_s)
+        if not future.done():
+            ended = self._stop(claim, future)
+            if in_time:
+                raise Interrupted
+            if not ended or future.exception() is not None:
+                detail = f"{self._stage} of {claim.handler} did not end within {budget_s:g} s"
+                raise EpisodeError(Outcome.STAGE_TIMEOUT, detail)
+        try:
+            return future.result()
+        except (CancelledError, StageTimeout):
+            raise Interrupted from None
+
+    def _budget_s(self, claim: Claim) -> float:
+        rollout = claim.config.rollout
+        if self._stage is Stage.RUN:
+            # The agent keeps to its budget by itself; this is for what does not end though it was cut off.
+            return rollout.episode_timeout_s + self._settings.engine_wait_s
+        return rollout.init_timeout_s if self._stage is Stage.INIT else rollout.eval_timeout_s
+
+    def _stop(self, claim: Claim, future: Future[Done]) -> bool:
+        """Tell the work to end, and give it up if it does not: without a claim it can write nothing. False = given up.
+
+        Waits for: the end of the work, for `stage_grace_s`.
+        """
+        future.cancel()
+        if wait([future], self._settings.stage_grace_s).done:
+            return True
+        with self._stuck_lock:
+            self._stuck = [*(stuck for stuck in self._stuck if not stuck.done()), future]
+            num_stuck = len(self._stuck)
+        logger.error(
+            "given up, since it does not end when told to stage=%s episode=%d attempt=%d handler=%s given_up=%d",
+            self._stage,
+            claim.episode_id,
+            claim.attempt,
+            claim.handler,
+            num_stuck,
+        )
+        self._given_up(num_stuck)
+        return False
 
     def _hand_on(self, claim: Claim, done: Done) -> list[Wakeup]:
         with self._database.begin() as conn:
@@ -143,16 +196,10 @@ class StageWorker:
                 detail=error.detail,
                 afresh=afresh or claim.stage is Stage.INIT,
                 max_attempts=self._settings.max_attempts,
+                backoff=Backoff(first_s=self._settings.retry_backoff_s, max_s=self._settings.retry_backoff_max_s),
             )
         return [wakeup] if wakeup else []
 
     def _give_back(self, claim: Claim) -> list[Wakeup]:
         with self._database.begin() as conn:
             return episodes.release(conn, [claim.token], why="the worker is shutting down")
-
-
-def _result(future: Future[Done]) -> Done:
-    try:
-        return future.result()
-    except CancelledError:
-        raise Interrupted from None

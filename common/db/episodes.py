@@ -53,10 +53,23 @@ class Claim:
     """RUN's outcome; None before EVAL."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class Backoff:
+    """How long an episode waits after a failure: not after its first, then `first_s`, and twice as long each time."""
+
+    first_s: float
+    max_s: float
+    """The longest wait."""
+
+
+AT_ONCE = Backoff(first_s=0.0, max_s=0.0)
+"""No waiting between tries."""
+
+
 def claim(
     conn: Connection, wakeup: Wakeup, *, worker: str, token: UUID, lease_s: float, configs: Mapping[int, RunConfig]
 ) -> Claim | None:
-    """Take the episode if it stands where the stage takes it and nobody holds it; None otherwise.
+    """Take the episode if it stands where the stage takes it, nobody holds it and its time has come; None otherwise.
 
     RUN takes none of a run that has no engine at all: it would only wait, and use up the episode's attempts.
 
@@ -66,9 +79,11 @@ def claim(
         text(
             """
             UPDATE episode e
-               SET claim_worker = :worker, claim_token = :token, lease_until = now() + :lease_s * interval '1 second'
+               SET claim_worker = :worker, claim_token = :token, lease_until = now() + :lease_s * interval '1 second',
+                   not_before = NULL
               FROM episode_group g JOIN task t ON t.id = g.task_id JOIN run r ON r.id = g.run_id
              WHERE e.id = :id AND e.attempt = :attempt AND e.state = :takes AND e.claim_token IS NULL
+               AND (e.not_before IS NULL OR e.not_before <= now())
                AND g.id = e.group_id AND (:takes <> 'READY' OR EXISTS (SELECT FROM engine WHERE run_id = e.run_id))
             RETURNING e.group_id, e.run_id, e.prepared, e.num_turns, e.outcome, t.handler, t.payload,
                       CASE WHEN e.run_id <> ALL(CAST(:known AS bigint[])) THEN r.config END AS config
@@ -194,12 +209,20 @@ def move(
 
 
 def retry(
-    conn: Connection, claim: Claim, *, outcome: Outcome, detail: str, afresh: bool, max_attempts: int
+    conn: Connection,
+    claim: Claim,
+    *,
+    outcome: Outcome,
+    detail: str,
+    afresh: bool,
+    max_attempts: int,
+    backoff: Backoff = AT_ONCE,
 ) -> Wakeup | None:
     """End the claim after a failure of infrastructure: once more while attempts last, else FAILED.
 
     `afresh` starts a new attempt from INIT; otherwise the same stage goes on from what is stored. Returns the
-    message to send, None when it is FAILED. Raises LeaseLost if the claim no longer holds.
+    message to send now, None when it is FAILED or has to wait, which `resend` ends. Raises LeaseLost if the claim is
+    gone.
     """
     rows = _give_back(
         conn,
@@ -209,6 +232,7 @@ def retry(
         outcome=outcome,
         detail=detail,
         max_attempts=max_attempts,
+        backoff=backoff,
     )
     if rows is None:
         raise LeaseLost(f"episode {claim.episode_id} attempt {claim.attempt}: the claim of {claim.worker} is gone")
@@ -242,8 +266,8 @@ def release(conn: Connection, tokens: Collection[UUID], *, why: str) -> list[Wak
     return [Wakeup(stage=STAGE_OF[EpisodeState(r.state)], episode_id=r.id, attempt=r.attempt) for r in rows]
 
 
-def reap(conn: Connection, *, max_attempts: int, limit: int = 500) -> list[Wakeup]:
-    """Take back episodes whose lease ran out; safe to run many at once. Returns the messages to send.
+def reap(conn: Connection, *, max_attempts: int, backoff: Backoff = AT_ONCE, limit: int = 500) -> list[Wakeup]:
+    """Take back episodes whose lease ran out; safe to run many at once. Returns the messages to send now.
 
     INIT starts a new attempt; RUN too if it has a sandbox, else it goes on from its stored turns; EVAL goes on.
     """
@@ -257,25 +281,34 @@ def reap(conn: Connection, *, max_attempts: int, limit: int = 500) -> list[Wakeu
             outcome=Outcome.LEASE_LOST,
             detail="the worker died or stalled: its lease ran out",
             max_attempts=max_attempts,
+            backoff=backoff,
         )
         or []
     )
 
 
 def resend(conn: Connection, *, after_s: float, limit: int = 500) -> list[Wakeup]:
-    """Unclaimed episodes that were announced longer than `after_s` ago: their message may be lost.
+    """Unclaimed episodes that were announced longer than `after_s` ago, since their message may be lost, and those
+    whose wait after a failure is over.
 
     Episodes of a run without an engine stand still until it gets one.
     """
     rows = conn.execute(
         text(
             """
-            UPDATE episode SET enqueued_at = now()
-             WHERE id IN (SELECT id FROM episode
-                           WHERE claim_token IS NULL AND state IN ('NEW', 'READY', 'SAMPLED')
-                             AND enqueued_at < now() - :after_s * interval '1 second'
-                             AND run_id IN (SELECT run_id FROM engine)
-                           ORDER BY enqueued_at LIMIT :limit FOR UPDATE SKIP LOCKED)
+            WITH lost AS (
+                SELECT id FROM episode
+                 WHERE claim_token IS NULL AND state IN ('NEW', 'READY', 'SAMPLED') AND not_before IS NULL
+                   AND enqueued_at < now() - :after_s * interval '1 second' AND run_id IN (SELECT run_id FROM engine)
+                 ORDER BY enqueued_at LIMIT :limit FOR UPDATE SKIP LOCKED
+            ), due AS (
+                SELECT id FROM episode
+                 WHERE claim_token IS NULL AND state IN ('NEW', 'READY', 'SAMPLED') AND not_before <= now()
+                   AND run_id IN (SELECT run_id FROM engine)
+                 ORDER BY not_before LIMIT :limit FOR UPDATE SKIP LOCKED
+            )
+            UPDATE episode SET enqueued_at = now(), not_before = NULL
+             WHERE id IN (SELECT id FROM lost UNION ALL SELECT id FROM due)
             RETURNING id, attempt, state
             """
         ),
@@ -310,6 +343,7 @@ def _give_back(
     outcome: Outcome,
     detail: str,
     max_attempts: int,
+    backoff: Backoff,
 ) -> list[Wakeup] | None:
     """Count a failure of the episodes that match, and send them round again or fail them. None = none matched."""
     rows = conn.execute(
@@ -323,18 +357,30 @@ def _give_back(
             ), back AS (
                 UPDATE episode e
                    SET {_UNCLAIM}, {_START_OVER}, failures = e.failures + 1, detail = :detail,
+                       not_before = CASE
+                           WHEN held.to_state <> 'FAILED' AND e.failures > 0 AND CAST(:first_s AS float8) > 0
+                           THEN now() + least(:first_s * power(2, least(e.failures, 40) - 1), :max_s)
+                                      * interval '1 second' END,
                        outcome = CASE WHEN held.to_state = 'FAILED' THEN :outcome ELSE e.outcome END,
                        finished_at = CASE WHEN held.to_state = 'FAILED' THEN clock_timestamp() END
                   FROM held WHERE e.id = held.id
-                RETURNING e.id, e.attempt, held.state AS was, e.state, held.claim_worker, e.group_id
+                RETURNING e.id, e.attempt, held.state AS was, e.state, held.claim_worker, e.group_id, e.not_before
             ), noted AS (
                 INSERT INTO episode_event (episode_id, attempt, from_state, to_state, worker, why)
                 SELECT id, attempt, was, state, claim_worker, :why FROM back
             )
-            SELECT id, attempt, state, group_id FROM back
+            SELECT id, attempt, state, group_id, not_before FROM back
             """
         ),
-        {**params, "outcome": outcome, "detail": detail, "max_attempts": max_attempts, "why": f"{outcome}: {detail}"},
+        {
+            **params,
+            "outcome": outcome,
+            "detail": detail,
+            "max_attempts": max_attempts,
+            "first_s": backoff.first_s,
+            "max_s": backoff.max_s,
+            "why": f"{outcome}: {detail}",
+        },
     ).all()
     if not rows:
         return None
@@ -342,7 +388,7 @@ def _give_back(
     return [
         Wakeup(stage=STAGE_OF[EpisodeState(row.state)], episode_id=row.id, attempt=row.attempt)
         for row in rows
-        if row.state != EpisodeState.FAILED
+        if row.state != EpisodeState.FAILED and row.not_before is None
     ]
 
 

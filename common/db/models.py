@@ -144,6 +144,13 @@ class Episode(Base):
             "enqueued_at",
             postgresql_where=text("claim_token IS NULL AND state IN ('NEW', 'READY', 'SAMPLED')"),
         ),
+        Index(
+            "episode_delayed_ix",
+            "not_before",
+            postgresql_where=text(
+                "not_before IS NOT NULL AND claim_token IS NULL AND state IN ('NEW', 'READY', 'SAMPLED')"
+            ),
+        ),
         Index("episode_claimed_ix", "lease_until", postgresql_where=text("claim_token IS NOT NULL")),
         Index(None, "run_id", "state"),
         CheckConstraint("(state = 'SCORED') = (reward IS NOT NULL)", name="reward_iff_scored"),
@@ -165,6 +172,8 @@ class Episode(Base):
     lease_until: Mapped[datetime | None]
     enqueued_at: Mapped[datetime] = _now()
     """When it was last announced on its queue."""
+    not_before: Mapped[datetime | None]
+    """A retry that waits: nobody claims it and no message is sent before. None = at once."""
     prepared: Mapped[dict[str, Any] | None]
     """INIT's result: first messages, tools, sandbox."""
     outcome: Mapped[str | None]

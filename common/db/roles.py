@@ -44,7 +44,7 @@ Grants = Mapping[str, tuple[str, ...]]
 """Table -> privileges; UPDATE and INSERT name the columns that the process writes."""
 
 _HAND_BACK = "UPDATE (state, attempt, failures, claim_worker, claim_token, lease_until, enqueued_at, outcome, detail,"
-_HAND_BACK += " version_min, version_max, num_turns, num_sampled, finished_at)"
+_HAND_BACK += " not_before, version_min, version_max, num_turns, num_sampled, finished_at)"
 """What claiming, moving, retrying and handing back write; all of it is named in one statement, used or not."""
 _NOTE = "INSERT (episode_id, attempt, from_state, to_state, worker, why)"
 _STAGE: Grants = {

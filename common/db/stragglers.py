@@ -19,7 +19,7 @@ CANCEL_HELD = """
     gone AS (
         UPDATE episode e
            SET state = 'CANCELLED', detail = :why, finished_at = clock_timestamp(),
-               claim_worker = NULL, claim_token = NULL, lease_until = NULL
+               claim_worker = NULL, claim_token = NULL, lease_until = NULL, not_before = NULL
           FROM held WHERE e.id = held.id
         RETURNING e.id, e.attempt, e.group_id, held.state AS was, held.claim_worker
     ), noted AS (

@@ -9,7 +9,7 @@ from common.config import RolloutConfig
 from common.episode import FinishReason, Message, Sampled, ToolCall, ToolSpec, Turn, VersionSpan
 from common.errors import EpisodeError
 from common.outcomes import Outcome
-from workers.agent import Agent, Generated, prompt_ids
+from workers.agent import Agent, Generated, OutOfTime, prompt_ids
 from workers.engine_errors import ContextOverflow
 from workers.tool_calls import ParsedTurn
 
@@ -48,6 +48,7 @@ class Scripted:
         self.prompts: list[list[int]] = []
         self.saved: list[Turn] = []
         self.called: list[ToolCall] = []
+        self.hanging_call: str | None = None
         self.agent = Agent(
             renderer=CharRenderer(),
             config=RolloutConfig(max_turns=max_turns, episode_timeout_s=10),
@@ -66,6 +67,8 @@ class Scripted:
 
     async def call_tool(self, call: ToolCall) -> str:
         self.called.append(call)
+        if call.arguments["x"] == self.hanging_call:
+            raise OutOfTime("cut off")
         return f"r{json.dumps(call.arguments['x'])}"
 
     async def save(self, turn: Turn) -> None:
@@ -145,6 +148,29 @@ async def test_a_spent_time_budget_ends_between_turns():
     script = Scripted(said("@a"), said("done"), spent_s=lambda: 11.0 if script.saved else 0.0)
     assert await script.play() is Outcome.AGENT_TIMEOUT
     assert len(script.saved) == 1
+
+
+async def test_a_tool_that_is_cut_off_ends_the_episode_with_its_turn_also_for_whoever_goes_on():
+    script = Scripted(said("@a"), said("@b"))
+    script.hanging_call = "b"
+    assert await script.play() is Outcome.AGENT_TIMEOUT
+    assert [message.role for message in script.saved[1].messages] == ["assistant"]
+
+    again = Scripted()
+    assert await again.play(script.saved) is Outcome.AGENT_TIMEOUT
+    assert again.prompts == []
+
+
+async def test_a_request_that_is_cut_off_ends_the_episode_with_the_turns_before_it():
+    script = Scripted(said("@a"), OutOfTime("cut off"))
+    assert await script.play() is Outcome.AGENT_TIMEOUT
+    assert len(script.saved) == 1
+
+
+async def test_a_first_request_that_is_cut_off_says_nothing_about_the_agent():
+    with pytest.raises(EpisodeError, match="no turn: cut off") as caught:
+        await Scripted(OutOfTime("cut off")).play()
+    assert caught.value.outcome is Outcome.STAGE_TIMEOUT
 
 
 async def test_a_task_that_does_not_fit_is_no_fault_of_the_agent():
