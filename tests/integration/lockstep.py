@@ -117,7 +117,7 @@ class Lockstep:
         for row in rows:
             self.episodes[row.id] = ModelEpisode(group_id=row.group_id)
             self.groups[row.group_id] = GroupState.OPEN
-        assert len(rows) == len(wakeups) == 2 * num_groups
+        assert len(rows) == len(wakeups) == self.world.run.config.episodes_per_group * num_groups
         assert wakeups == [self.episodes[wakeup.episode_id].wakeup(wakeup.episode_id) for wakeup in wakeups]
         return wakeups
 
@@ -185,6 +185,7 @@ class Lockstep:
             episode.outcome = outcome
         else:
             episode.reward = 0.5
+            self._leave_stragglers(episode.group_id)
         return self._announced([wakeup] if wakeup else [], [claim.episode_id])
 
     def retry(self, claim: Claim, outcome: Outcome, backoff: Backoff = AT_ONCE) -> list[Wakeup]:
@@ -307,6 +308,13 @@ class Lockstep:
         accounts = [TrainedEpisode(episode_id=id, digest=b"", advantage=0.0, num_tokens=1) for id in trained]
         with self.database.begin() as conn:
             steps.finish_step(conn, step, published=PUBLISHED, metrics={}, trained=accounts)
+
+    def _leave_stragglers(self, group_id: int) -> None:
+        wanted, siblings = self.world.run.config.wanted, self.members(group_id)
+        if wanted is not None and sum(sibling.state is EpisodeState.SCORED for sibling in siblings) >= wanted:
+            for sibling in siblings:
+                if sibling.state not in FINAL_STATES:
+                    sibling.move(EpisodeState.CANCELLED)
 
     def members(self, group_id: int) -> list[ModelEpisode]:
         return [episode for episode in self.episodes.values() if episode.group_id == group_id]

@@ -8,13 +8,15 @@ from dataclasses import replace
 from itertools import pairwise
 from typing import Any, TypeVar
 
+import pytest
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule, run_state_machine_as_test
 from hypothesis.strategies import SearchStrategy
 from sqlalchemy import Connection, text
 
-from common.db import groups
+from common.config import RolloutConfig
+from common.db import groups, runs
 from common.db.episodes import AT_ONCE, Claim, Wakeup
 from common.episode import FINAL_STATES, MOVES, EpisodeState, GroupState, Stage
 from common.outcomes import AGENT_OUTCOMES, Outcome
@@ -322,7 +324,11 @@ CHECKS = (
 )
 
 
-def test_any_interleaving_keeps_the_invariants(world: World) -> None:
+@pytest.mark.parametrize("oversample", [0, 1])
+def test_any_interleaving_keeps_the_invariants(world: World, oversample: int) -> None:
+    rollout = RolloutConfig(group_size=2, oversample=oversample)
+    with world.database.begin() as conn:
+        world.run = runs.open_run(conn, world.run.config.model_copy(update={"rollout": rollout}))
     run_state_machine_as_test(
         lambda: EpisodeMachine(world),
         settings=settings(

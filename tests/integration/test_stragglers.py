@@ -9,7 +9,7 @@ import pytest
 from sqlalchemy import text
 
 from common.config import RolloutConfig, RunConfig, TrainConfig
-from common.db import audit, cancel, engines, episodes, groups, report, runs, sandboxes, snapshot, steps, tasks
+from common.db import audit, cancel, engines, episodes, report, runs, sandboxes, snapshot, steps, tasks
 from common.db.episodes import Claim, Wakeup
 from common.db.session import Database
 from common.episode import EpisodeState
@@ -34,13 +34,6 @@ def world(database: Database) -> World:
         tasks.load(conn, dataset="d", handler="calculator", payloads=[(str(i), {"number": i}) for i in range(6)])
         engines.register(conn, "http://engine", run_id=run.id)
         return World(database, run, tasks.ids(conn, "d"))
-
-
-def feed(world: World, num_groups: int = 1) -> list[Wakeup]:
-    with world.database.begin() as conn:
-        return groups.create(
-            conn, run_id=world.run.id, task_ids=world.task_ids[:num_groups], size=SIZE, wanted=world.run.config.wanted
-        )
 
 
 def states(world: World) -> list[tuple[str, str | None]]:
@@ -71,7 +64,7 @@ def fail(world: World, wakeup: Wakeup) -> None:
 
 
 def test_with_enough_scores_the_rest_is_cancelled_and_the_group_complete_at_once(world: World):
-    first, second, third, fourth = feed(world)
+    first, second, third, fourth = world.feed()
     world.finish(first)
     assert group(world) == ("OPEN", 1, False)
     waiting = world.prepare(third)
@@ -92,7 +85,7 @@ def test_with_enough_scores_the_rest_is_cancelled_and_the_group_complete_at_once
 
 
 def test_what_failed_or_was_cancelled_is_made_up_by_the_others(world: World):
-    first, second, third, fourth = feed(world)
+    first, second, third, fourth = world.feed()
     fail(world, first)
     world.finish(second)
     with world.database.begin() as conn:
@@ -104,23 +97,15 @@ def test_what_failed_or_was_cancelled_is_made_up_by_the_others(world: World):
 
 
 def test_a_group_that_cannot_get_enough_scores_is_complete_when_all_are_final(world: World):
-    first, *others = feed(world)
+    first, *others = world.feed()
     world.finish(first)
     for wakeup in others:
         fail(world, wakeup)
     assert group(world) == ("COMPLETE", SIZE, True)
 
 
-def test_a_group_without_extra_episodes_waits_for_all(world: World):
-    first, second, *_ = world.feed()
-    world.finish(first)
-    assert group(world) == ("OPEN", 1, False)
-    world.finish(second)
-    assert group(world) == ("COMPLETE", 2, True)
-
-
 def test_two_that_score_at_the_same_moment_count_each_other(world: World):
-    claims = [world.must_claim(world.sample(world.prepare(wakeup))) for wakeup in feed(world)[:2]]
+    claims = [world.must_claim(world.sample(world.prepare(wakeup))) for wakeup in world.feed()[:2]]
     with ThreadPoolExecutor(2) as pool:
         assert list(pool.map(lambda claim: score(world, claim), claims)) == [True, True]
     assert group(world) == ("COMPLETE", SIZE, True)
@@ -129,9 +114,7 @@ def test_two_that_score_at_the_same_moment_count_each_other(world: World):
 
 def test_scores_beside_heartbeats_failures_and_cancellations_neither_deadlock_nor_miscount(world: World):
     """30 groups whose four episodes all score at once, backwards and forwards, under everybody who locks them."""
-    claims = [
-        world.must_claim(world.sample(world.prepare(wakeup))) for _ in range(5) for wakeup in feed(world, num_groups=6)
-    ]
+    claims = [world.must_claim(world.sample(world.prepare(wakeup))) for _ in range(5) for wakeup in world.feed(6)]
     tokens = [claim.token for claim in claims]
 
     def heartbeats() -> None:
@@ -172,7 +155,7 @@ def test_scores_beside_heartbeats_failures_and_cancellations_neither_deadlock_no
 
 
 def test_a_group_with_stragglers_is_trained_reported_and_passes_the_audit(world: World):
-    first, second, *_ = feed(world)
+    first, second, *_ = world.feed()
     world.finish(first, reward=0.0)
     world.finish(second, reward=1.0)
     with world.database.begin() as conn:

@@ -29,7 +29,8 @@ class World:
                 conn,
                 run_id=self.run.id,
                 task_ids=self.task_ids[:num_groups],
-                size=self.run.config.rollout.group_size,
+                size=self.run.config.episodes_per_group,
+                wanted=self.run.config.wanted,
             )
 
     def claim(self, wakeup: Wakeup, *, lease_s: float = 30, worker: str = "w") -> Claim | None:
