@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -10,26 +9,20 @@ from celery import Celery
 from kombu.connection import Connection
 from sqlalchemy import text
 
+from common.db import runs
 from common.db.episodes import Wakeup
 from common.db.session import Database
+from common.episode import Stage
 from common.errors import SetupError
 from common.queues import QueueKind
 from common.settings import Settings
 from deploy.broker_queues import check_queues, dead_letters, make_queues
-from tests.conftest import server
 from tests.integration.broker_stack import Node, Processes, run_config, sampled_episode, wait_until
 from workers.app import celery_config
 from workers.broker import check_held, prepare_broker
 from workers.publishing import publisher
 
 KINDS = list(QueueKind)
-
-
-@pytest.fixture(scope="module")
-def node(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Node]:
-    folder = tmp_path_factory.mktemp("node")
-    with server("rabbitmq", folder) as url:
-        yield Node(url=url, data_dir=folder)
 
 
 def announce(given: Settings, *wakeups: Wakeup) -> None:
@@ -88,12 +81,12 @@ def test_poison_ends_as_a_dead_letter_and_its_episode_as_failed_with_its_error(
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_message_that_cannot_be_read_is_a_dead_letter(
+def test_a_message_that_is_no_task_is_a_dead_letter(
     node: Node, kind: QueueKind, database_url: str, tmp_path: Path
 ) -> None:
     given = node.fresh_queues(kind)
     with Connection(node.url) as connection:
-        connection.Producer().publish("not a task", exchange="rollmill.eval", routing_key="eval")
+        connection.Producer(serializer="json").publish({"what": 1}, exchange="rollmill.eval", routing_key="eval")
     with Processes(folder=tmp_path, env=node.env(kind, database_url, tmp_path)) as processes:
         processes.start("eval", "workers.fleet", "eval")
         wait_until(lambda: node.num_messages("eval.dead") == 1, timeout_s=60, what="dead")
@@ -108,7 +101,7 @@ def test_a_fleet_for_queues_of_another_kind_ends_with_one_line_that_says_what_to
     with Processes(folder=tmp_path, env=node.env(QueueKind.QUORUM, database_url, tmp_path)) as processes:
         for name, module in (("fleet eval", ("workers.fleet", "eval")), ("feeder", ("workers.feeder",))):
             assert processes.start(name, *module).wait(60) == 2
-            (line,) = processes.log(name).splitlines()
+            line = processes.log(name).splitlines()[-1]
             assert line.startswith(f"rollmill {name}: queue init.dead of broker amqp://rollmill:***@")
             assert "received 'quorum' but current is 'classic'" in line
             assert "run `rollmill broker queues --recreate`" in line
@@ -146,7 +139,11 @@ def test_a_worker_holds_as_many_messages_as_it_works_on(
     given = node.fresh_queues(kind)
     wakeup = sampled_episode(database, handler="tests.integration.deadly:Endless")
     with database.begin() as conn:
-        conn.execute(text("UPDATE episode SET state = 'SAMPLED', outcome = 'finished', prepared = '{\"messages\": [], \"tools\": [], \"sandbox\": null}'"))
+        prepared = '{"messages": [], "tools": [], "sandbox": null}'
+        conn.execute(
+            text("UPDATE episode SET state = 'SAMPLED', outcome = 'finished', prepared = CAST(:prepared AS jsonb)"),
+            {"prepared": prepared},
+        )
         ids = conn.execute(text("SELECT id FROM episode ORDER BY id")).scalars().all()
     announce(given, *(Wakeup(stage=wakeup.stage, episode_id=number, attempt=1) for number in [*ids, *ids]))
     with Processes(folder=tmp_path, env=node.env(kind, database_url, tmp_path)) as processes:
@@ -158,9 +155,6 @@ def test_a_worker_holds_as_many_messages_as_it_works_on(
 def test_a_fleet_refuses_a_broker_that_is_known_to_take_messages_back_too_early(
     node: Node, database: Database, caplog: pytest.LogCaptureFixture
 ) -> None:
-    from common.db import runs
-    from common.episode import Stage
-
     with database.begin() as conn:
         runs.open_run(conn, run_config("run-a"))
     # 120 s of the agent's own, 90 s until an engine is there, 60 s of a last request.
