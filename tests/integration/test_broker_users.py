@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import tomli_w
 from amqp.exceptions import AccessRefused
+from celery import Celery
 from kombu.connection import Connection
 from kombu.entity import Exchange, Queue
 
@@ -21,6 +22,7 @@ from deploy.broker_users import BrokerUser, make_users
 from deploy.ports import free_port
 from deploy.roles import read_passwords
 from tests.integration.broker_stack import Node, Processes, open_run, run_config, wait_until, with_user
+from workers.app import celery_config
 
 RUN_TIMEOUT_S = 120.0
 
@@ -169,3 +171,26 @@ def test_a_node_that_is_not_here_gets_a_file_to_import(node: Node, tmp_path: Pat
         make_users(given, prefix="rollmill", passwords_file=file, apply=True)
     passwords = read_passwords(file)
     assert not any(password in file.with_name("users.json").read_text() for password in passwords.values())
+
+
+def test_flower_hears_the_workers_and_may_ask_them(
+    node: Node, urls: dict[BrokerUser, str], database_url: str, tmp_path: Path
+) -> None:
+    node.fresh_queues(QueueKind.CLASSIC)
+    app = Celery("test")
+    app.config_from_object(celery_config(node.settings(QueueKind.CLASSIC, broker_url=urls[BrokerUser.FLOWER])))
+    heard: list[str] = []
+    with (
+        Processes(folder=tmp_path, env=node.env(QueueKind.CLASSIC, database_url, tmp_path)) as processes,
+        app.connection_for_read() as connection,
+    ):
+        processes.start("eval", "workers.fleet", "eval", ROLLMILL_BROKER_URL=urls[BrokerUser.EVAL])
+        receiver = app.events.Receiver(connection, handlers={"*": lambda event: heard.append(event["type"])})
+        events = receiver.consume(limit=None, timeout=60)
+        while not heard:
+            next(events)
+        events.close()
+        assert heard[0].startswith("worker-")
+        (answer,) = app.control.ping(timeout=10, limit=1)
+        assert list(answer.values()) == [{"ok": "pong"}]
+    app.close()
