@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
 from celery import Celery
 from kombu.connection import Connection
 from sqlalchemy import text
+from typer.testing import CliRunner
 
 from common.db import runs
 from common.db.episodes import Wakeup
@@ -17,6 +19,7 @@ from common.errors import SetupError
 from common.queues import QueueKind
 from common.settings import Settings
 from deploy.broker_queues import check_queues, dead_letters, make_queues
+from deploy.cli import app
 from tests.integration.broker_stack import Node, Processes, run_config, sampled_episode, wait_until
 from workers.app import celery_config
 from workers.broker import check_held, prepare_broker
@@ -26,11 +29,11 @@ KINDS = list(QueueKind)
 
 
 def announce(given: Settings, *wakeups: Wakeup) -> None:
-    app = Celery("test")
-    app.config_from_object(celery_config(given))
-    prepare_broker(app, given, wait_s=0)
-    publisher(app)(wakeups)
-    app.close()
+    celery = Celery("test")
+    celery.config_from_object(celery_config(given))
+    prepare_broker(celery, given, wait_s=0)
+    publisher(celery)(wakeups)
+    celery.close()
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -169,3 +172,26 @@ def test_a_fleet_refuses_a_broker_that_is_known_to_take_messages_back_too_early(
     check_held(Stage.RUN, database, node.settings(QueueKind.CLASSIC), (3, 10, 8))
     (record,) = caplog.records
     assert "put `consumer_timeout = 86400000` into rabbitmq.conf, and set ROLLMILL_BROKER" in record.getMessage()
+
+
+def test_the_commands_say_what_they_found_and_their_exit_code_too(node: Node) -> None:
+    node.fresh_queues(QueueKind.CLASSIC)
+    env = {name: None for name in os.environ if name.startswith("ROLLMILL_")} | {
+        "ROLLMILL_BROKER_URL": node.url,
+        "ROLLMILL_DATA_DIR": str(node.data_dir),
+        "COLUMNS": "200",
+    }
+    runner = CliRunner(env=env)
+    good = runner.invoke(app, ["broker", "check"])
+    assert good.exit_code == 0
+    assert "consumer_timeout  86400 s, as the node says" in good.stdout
+    wrong = runner.invoke(app, ["broker", "check"], env={"ROLLMILL_BROKER_QUEUES": "quorum"})
+    assert wrong.exit_code == 1
+    assert "queue run: PRECONDITION_FAILED" in wrong.stderr
+    again = runner.invoke(app, ["broker", "queues", "--recreate"], env={"ROLLMILL_BROKER_QUEUES": "quorum"})
+    assert "made the quorum queues anew; 0 messages are gone" in again.stdout
+    assert runner.invoke(app, ["broker", "dead"], env=env).stdout.split("\n")[:3] == [
+        "init.dead 0",
+        "run.dead 0",
+        "eval.dead 0",
+    ]
