@@ -12,6 +12,7 @@ from pydantic import Field, ValidationError
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
 from common.errors import SetupError
+from common.queues import QueueKind
 
 PREFIX = "ROLLMILL_"
 
@@ -25,6 +26,11 @@ class Settings(BaseSettings):
     """postgresql://user:password@host:port/name; None = the embedded server of the one-machine stack."""
     broker_url: str | None = None
     """amqp:// (RabbitMQ) or redis:// (valkey); None = the embedded broker of the one-machine stack."""
+    broker_queues: QueueKind = QueueKind.CLASSIC
+    """RabbitMQ only: `classic` for one node, `quorum` for a cluster. `rollmill broker queues --recreate` changes it."""
+    broker_consumer_timeout_s: float | None = Field(default=None, gt=0)
+    """How long RabbitMQ lets a worker hold a message. Before version 3.12: what rabbitmq.conf says, as nobody can ask
+    for it, None = unknown; from then on it is an argument of the queues, None = a day."""
     data_dir: Path = Path(".rollmill")
     """Weights, checkpoints, sandboxes, logs; the embedded database too. Shared by the fleets and the trainer."""
     lease_s: float = Field(default=15.0, gt=0)

@@ -15,6 +15,7 @@ from common.config import RunConfig, load_run_config
 from common.dataset import read_lines
 from common.errors import RollmillError, SetupError
 from deploy.broker import BrokerKind
+from deploy.broker_commands import broker_app
 from deploy.control import cancel, run_app, submit
 from deploy.demo import DemoHandler, demo_config
 from deploy.options import DataDir, settings_for
@@ -32,6 +33,7 @@ app = typer.Typer(
 
 db_app = typer.Typer(no_args_is_help=True, help="The database's own matters: who may do what in it.")
 app.add_typer(db_app, name="db")
+app.add_typer(broker_app, name="broker")
 
 Broker = Annotated[
     BrokerKind,

@@ -16,14 +16,16 @@ from pathlib import Path
 
 from celery.signals import worker_shutdown, worker_shutting_down
 
+from common.broker import Version
 from common.db import engines
 from common.db.session import WORKER_WAIT_S, Database, check_schema
 from common.episode import Stage
 from common.errors import SetupError
 from common.log import setup_logging
-from common.queues import TASK_OF
+from common.queues import CONCURRENCY, TASK_OF
 from common.settings import Settings, settings
 from workers.app import app
+from workers.broker import check_held, prepare_broker
 from workers.engine_client import EngineClient
 from workers.engine_pool import EnginePool
 from workers.eval import Eval
@@ -43,9 +45,6 @@ from workers.weight_keeper import WeightKeeper
 
 logger = logging.getLogger(__name__)
 
-CONCURRENCY = {Stage.INIT: 16, Stage.RUN: 256, Stage.EVAL: 8}
-"""Episodes that one process works on at once. RUN's share one asyncio loop and mostly wait for tokens."""
-
 LOOP_TIMEOUT_S = 5.0
 """How long RUN's event loop may take to answer, before it counts as blocked."""
 END_TIMEOUT_S = 25.0
@@ -58,7 +57,8 @@ renderer_of: Callable[[Path], Renderer] = lru_cache(maxsize=8)(Renderer.from_fol
 class FleetProcess:
     """What one process has: connections, leases, its stage's worker."""
 
-    def __init__(self, stage: Stage, given: Settings, *, concurrency: int) -> None:
+    def __init__(self, stage: Stage, given: Settings, *, concurrency: int, rabbitmq: Version | None) -> None:
+        """`rabbitmq` is the broker's version; None = it is another kind of broker."""
         self.worn_out = False
         """Whether it ends itself, so that it is started anew."""
         self._max_given_up = max(1, concurrency // 2)
@@ -66,6 +66,8 @@ class FleetProcess:
         """RUN's; None = another stage."""
         self.database = Database.connect(given.require_database_url(), pool_size=8, wait_s=WORKER_WAIT_S)
         check_schema(self.database)
+        if rabbitmq is not None:
+            check_held(stage, self.database, given, rabbitmq)
         self._settings = given
         self._name = f"{stage}@{socket.gethostname()}:{os.getpid()}"
         self._close: list[Callable[[], object]] = []
@@ -161,7 +163,8 @@ def serve(stage: Stage, *, concurrency: int) -> int:
     for name in ("celery.worker.strategy", "celery.app.trace"):
         # Two lines a message, which the stage's own line says better.
         logging.getLogger(name).setLevel(logging.WARNING)
-    process = FleetProcess(stage, given, concurrency=concurrency)
+    rabbitmq = prepare_broker(app, given, own=stage)
+    process = FleetProcess(stage, given, concurrency=concurrency, rabbitmq=rabbitmq)
 
     app.task(process.worker.perform, name=TASK_OF[stage])
     # Celery waits for running tasks before it ends, whatever the signal: they must be told to stop.

@@ -12,6 +12,7 @@ from concurrent.futures import CancelledError, Future, wait
 from dataclasses import dataclass
 from uuid import uuid4
 
+from common.budgets import budget_s
 from common.config import RunConfig
 from common.db import episodes
 from common.db.episodes import Backoff, Claim, Wakeup
@@ -127,26 +128,19 @@ class StageWorker:
 
     def _result(self, claim: Claim, future: Future[Done], woken: threading.Event) -> Done:
         """Waits for the work's end, until its budget is used up. `woken` is set before that if the work must stop."""
-        budget_s = self._budget_s(claim)
-        in_time = self._stopping.is_set() or woken.wait(budget_s)
+        limit_s = budget_s(self._stage, claim.config.rollout, self._settings)
+        in_time = self._stopping.is_set() or woken.wait(limit_s)
         if not future.done():
             ended = self._stop(claim, future)
             if in_time:
                 raise Interrupted
             if not ended or future.exception() is not None:
-                detail = f"{self._stage} of {claim.handler} did not end within {budget_s:g} s"
+                detail = f"{self._stage} of {claim.handler} did not end within {limit_s:g} s"
                 raise EpisodeError(Outcome.STAGE_TIMEOUT, detail)
         try:
             return future.result()
         except (CancelledError, StageTimeout):
             raise Interrupted from None
-
-    def _budget_s(self, claim: Claim) -> float:
-        rollout = claim.config.rollout
-        if self._stage is Stage.RUN:
-            # The agent keeps to its budget by itself; this is for what does not end though it was cut off.
-            return rollout.episode_timeout_s + self._settings.engine_wait_s
-        return rollout.init_timeout_s if self._stage is Stage.INIT else rollout.eval_timeout_s
 
     def _stop(self, claim: Claim, future: Future[Done]) -> bool:
         """Tell the work to end, and give it up if it does not: without a claim it can write nothing. False = given up.

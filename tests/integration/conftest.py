@@ -6,10 +6,12 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
 from common.db.session import Database
+from tests.integration.broker_stack import Node
 from tests.integration.world import World, make_world
 
 Answer = tuple[int, str]
@@ -38,3 +40,8 @@ def rollmill(world: World, database_url: str) -> Callable[..., Answer]:
         return done.returncode, done.stdout + done.stderr
 
     return call
+
+
+@pytest.fixture
+def node(rabbitmq_url: str, rabbitmq_folder: Path) -> Node:
+    return Node(url=rabbitmq_url, data_dir=rabbitmq_folder)
