@@ -53,7 +53,7 @@ class FleetProcess:
     """What one process has: connections, leases, its stage's worker."""
 
     def __init__(self, stage: Stage, given: Settings) -> None:
-        self.database = Database.connect(given.require_database_url(), pool_size=8, wait_s=WORKER_WAIT_S)
+        self.database = Database.connect(given.require_database_url(), pool_size=16, wait_s=WORKER_WAIT_S)
         check_schema(self.database)
         self._settings = given
         self._name = f"{stage}@{socket.gethostname()}:{os.getpid()}"

@@ -88,7 +88,7 @@ class StageWorker:
         self._leases.stop_all()
 
     def _claim(self, wakeup: Wakeup) -> Claim | None:
-        with self._database.begin() as conn:
+        with self._database.autocommit() as conn:
             claim = episodes.claim(
                 conn,
                 wakeup,
@@ -118,7 +118,7 @@ class StageWorker:
             raise LeaseLost(f"episode {claim.episode_id}: somebody else has it now") from None
 
     def _hand_on(self, claim: Claim, done: Done) -> list[Wakeup]:
-        with self._database.begin() as conn:
+        with self._database.autocommit() as conn:
             wakeup = episodes.move(
                 conn,
                 claim,

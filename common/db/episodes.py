@@ -16,6 +16,7 @@ from pydantic import JsonValue
 from sqlalchemy import Connection, text
 
 from common.config import RunConfig
+from common.db.statement import statement
 from common.episode import FINAL_STATES, MOVES, STAGE_OF, TAKES, EpisodeState, Stage
 from common.errors import LeaseLost
 from common.outcomes import Outcome
@@ -61,16 +62,18 @@ def claim(
 
     `configs` are run configurations that the caller has parsed before, by run id.
     """
+    # Subqueries, since a join of the tables takes the server longer to plan than to carry out.
     row = conn.execute(
-        text(
+        statement(
             """
             UPDATE episode e
                SET claim_worker = :worker, claim_token = :token, lease_until = now() + :lease_s * interval '1 second'
-              FROM episode_group g JOIN task t ON t.id = g.task_id JOIN run r ON r.id = g.run_id
              WHERE e.id = :id AND e.attempt = :attempt AND e.state = :takes AND e.claim_token IS NULL
-               AND g.id = e.group_id AND (:takes <> 'READY' OR EXISTS (SELECT FROM engine WHERE run_id = e.run_id))
-            RETURNING e.group_id, e.run_id, e.prepared, e.num_turns, e.outcome, t.handler, t.payload,
-                      CASE WHEN e.run_id <> ALL(CAST(:known AS bigint[])) THEN r.config END AS config
+               AND (:takes <> 'READY' OR EXISTS (SELECT FROM engine WHERE run_id = e.run_id))
+            RETURNING e.group_id, e.run_id, e.prepared, e.num_turns, e.outcome,
+                      (SELECT jsonb_build_array(handler, payload) FROM task
+                        WHERE id = (SELECT task_id FROM episode_group WHERE id = e.group_id)) AS task,
+                      (SELECT config FROM run WHERE id = e.run_id AND id <> ALL(CAST(:known AS bigint[]))) AS config
             """
         ),
         {
@@ -85,6 +88,7 @@ def claim(
     ).first()
     if row is None:
         return None
+    handler, payload = row.task
     return Claim(
         stage=wakeup.stage,
         episode_id=wakeup.episode_id,
@@ -94,8 +98,8 @@ def claim(
         group_id=row.group_id,
         run_id=row.run_id,
         config=configs[row.run_id] if row.config is None else RunConfig.model_validate(row.config),
-        handler=row.handler,
-        payload=row.payload,
+        handler=handler,
+        payload=payload,
         # A new attempt still carries the old one's: the processes that start it may not write this column.
         prepared=None if wakeup.stage is Stage.INIT else row.prepared,
         num_turns=row.num_turns,
@@ -148,20 +152,21 @@ def move(
     }
     # Only what the stage has made is named: its role may not write the other columns, not even with NULL.
     given = "".join(f", {_SET_RESULT[name]}" for name, value in results.items() if value is not None)
-    # One statement for the move and its event: each costs a round trip, three times per episode.
+    final = to in FINAL_STATES
+    # One statement for the move and all that goes with it: each costs a round trip, three times per episode.
     row = conn.execute(
-        text(
+        statement(
             f"""
             WITH moved AS (
                 UPDATE episode
                    SET state = :to, claim_worker = NULL, claim_token = NULL, lease_until = NULL, enqueued_at = now(),
                        finished_at = CASE WHEN :final THEN clock_timestamp() END{given}
                  WHERE id = :id AND claim_token = :token AND state = :at AND attempt = :attempt
-                RETURNING id
+                RETURNING id, group_id
             ), noted AS (
                 INSERT INTO episode_event (episode_id, attempt, from_state, to_state, worker, why)
                 SELECT id, :attempt, :at, :to, :worker, :why FROM moved
-            )
+            ){_COUNT_MOVED if final else ""}
             SELECT id FROM moved
             """
         ),
@@ -171,7 +176,7 @@ def move(
             "at": at,
             "attempt": claim.attempt,
             "to": to,
-            "final": to in FINAL_STATES,
+            "final": final,
             "worker": claim.worker,
             "why": why,
             **{name: value for name, value in results.items() if value is not None},
@@ -179,8 +184,7 @@ def move(
     ).first()
     if row is None:
         raise LeaseLost(f"episode {claim.episode_id} attempt {claim.attempt}: the claim of {claim.worker} is gone")
-    if to in FINAL_STATES:
-        count_final(conn, [claim.group_id])
+    if final:
         return None
     return Wakeup(stage=STAGE_OF[to], episode_id=claim.episode_id, attempt=claim.attempt)
 
@@ -276,6 +280,12 @@ def resend(conn: Connection, *, after_s: float, limit: int = 500) -> list[Wakeup
     return [Wakeup(stage=STAGE_OF[EpisodeState(r.state)], episode_id=r.id, attempt=r.attempt) for r in rows]
 
 
+_COUNT_SET = """num_final = num_final + {num},
+                       state = CASE WHEN num_final + {num} = size THEN 'COMPLETE' ELSE state END,
+                       completed_at = CASE WHEN num_final + {num} = size THEN clock_timestamp() END"""
+_COUNT_MOVED = f""", counted AS (
+                UPDATE episode_group g SET {_COUNT_SET.format(num="1")} FROM moved WHERE g.id = moved.group_id
+            )"""
 _SET_RESULT = {
     "prepared": "prepared = CAST(:prepared AS jsonb)",
     "outcome": "outcome = :outcome",
@@ -342,14 +352,6 @@ def count_final(conn: Connection, group_ids: list[int]) -> None:
     """Count episodes that have become final, in their groups: one id for each episode."""
     for group_id, num in sorted(Counter(group_ids).items()):
         conn.execute(
-            text(
-                """
-                UPDATE episode_group
-                   SET num_final = num_final + :num,
-                       state = CASE WHEN num_final + :num = size THEN 'COMPLETE' ELSE state END,
-                       completed_at = CASE WHEN num_final + :num = size THEN clock_timestamp() END
-                 WHERE id = :id
-                """
-            ),
+            text(f"UPDATE episode_group SET {_COUNT_SET.format(num=':num')} WHERE id = :id"),
             {"id": group_id, "num": num},
         )
