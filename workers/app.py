@@ -43,7 +43,8 @@ def celery_config(given: Settings) -> dict[str, Any]:
         "task_reject_on_worker_lost": True,
         "worker_prefetch_multiplier": 1,
         "worker_consumer": "workers.consumer:StageConsumer",
-        "worker_send_task_events": True,
+        # Flower turns them on, when somebody watches: three more messages a task.
+        "worker_send_task_events": False,
         "worker_cancel_long_running_tasks_on_connection_loss": False,
         "worker_hijack_root_logger": False,
         "timezone": "UTC",

@@ -21,7 +21,7 @@ class Eval:
         self._handler = handler
 
     def __call__(self, claim: Claim) -> Done:
-        with self._database.begin() as conn:
+        with self._database.autocommit() as conn:
             transcript = turns.load_transcript(conn, claim.episode_id, claim.attempt)
         first = PreparedEpisode.model_validate(claim.prepared).messages
         score = self._handler(claim.handler).eval(claim.payload, (*first, *transcript))

@@ -64,7 +64,7 @@ class FleetProcess:
         self._max_given_up = max(1, concurrency // 2)
         self._loop: RunLoop | None = None
         """RUN's; None = another stage."""
-        self.database = Database.connect(given.require_database_url(), pool_size=8, wait_s=WORKER_WAIT_S)
+        self.database = Database.connect(given.require_database_url(), pool_size=16, wait_s=WORKER_WAIT_S)
         check_schema(self.database)
         if rabbitmq is not None:
             check_held(stage, self.database, given, rabbitmq)

@@ -123,5 +123,5 @@ class _Playing:
         await asyncio.to_thread(self._save, turn)
 
     def _save(self, turn: Turn) -> None:
-        with self._stage.database.begin() as conn:
+        with self._stage.database.autocommit() as conn:
             turns.save(conn, self._claim, turn)

@@ -95,7 +95,7 @@ class StageWorker:
         self._leases.stop_all()
 
     def _claim(self, wakeup: Wakeup) -> Claim | None:
-        with self._database.begin() as conn:
+        with self._database.autocommit() as conn:
             claim = episodes.claim(
                 conn,
                 wakeup,
@@ -165,7 +165,8 @@ class StageWorker:
         return False
 
     def _hand_on(self, claim: Claim, done: Done) -> list[Wakeup]:
-        with self._database.begin() as conn:
+        many = episodes.leaves_stragglers(claim, done.to)
+        with self._database.begin() if many else self._database.autocommit() as conn:
             wakeup = episodes.move(
                 conn,
                 claim,

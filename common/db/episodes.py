@@ -17,6 +17,7 @@ from sqlalchemy import Connection, text
 
 from common.config import RunConfig
 from common.db import stragglers
+from common.db.statement import statement
 from common.episode import FINAL_STATES, MOVES, STAGE_OF, TAKES, EpisodeState, Stage
 from common.errors import LeaseLost
 from common.outcomes import Outcome
@@ -75,18 +76,20 @@ def claim(
 
     `configs` are run configurations that the caller has parsed before, by run id.
     """
+    # Subqueries, since a join of the tables takes the server longer to plan than to carry out.
     row = conn.execute(
-        text(
+        statement(
             """
             UPDATE episode e
                SET claim_worker = :worker, claim_token = :token, lease_until = now() + :lease_s * interval '1 second',
                    not_before = NULL
-              FROM episode_group g JOIN task t ON t.id = g.task_id JOIN run r ON r.id = g.run_id
              WHERE e.id = :id AND e.attempt = :attempt AND e.state = :takes AND e.claim_token IS NULL
                AND (e.not_before IS NULL OR e.not_before <= now())
-               AND g.id = e.group_id AND (:takes <> 'READY' OR EXISTS (SELECT FROM engine WHERE run_id = e.run_id))
-            RETURNING e.group_id, e.run_id, e.prepared, e.num_turns, e.outcome, t.handler, t.payload,
-                      CASE WHEN e.run_id <> ALL(CAST(:known AS bigint[])) THEN r.config END AS config
+               AND (:takes <> 'READY' OR EXISTS (SELECT FROM engine WHERE run_id = e.run_id))
+            RETURNING e.group_id, e.run_id, e.prepared, e.num_turns, e.outcome,
+                      (SELECT jsonb_build_array(handler, payload) FROM task
+                        WHERE id = (SELECT task_id FROM episode_group WHERE id = e.group_id)) AS task,
+                      (SELECT config FROM run WHERE id = e.run_id AND id <> ALL(CAST(:known AS bigint[]))) AS config
             """
         ),
         {
@@ -101,6 +104,7 @@ def claim(
     ).first()
     if row is None:
         return None
+    handler, payload = row.task
     return Claim(
         stage=wakeup.stage,
         episode_id=wakeup.episode_id,
@@ -110,8 +114,8 @@ def claim(
         group_id=row.group_id,
         run_id=row.run_id,
         config=configs[row.run_id] if row.config is None else RunConfig.model_validate(row.config),
-        handler=row.handler,
-        payload=row.payload,
+        handler=handler,
+        payload=payload,
         # A new attempt still carries the old one's: the processes that start it may not write this column.
         prepared=None if wakeup.stage is Stage.INIT else row.prepared,
         num_turns=row.num_turns,
@@ -139,6 +143,11 @@ def renew(conn: Connection, tokens: Collection[UUID], *, lease_s: float) -> set[
     return {row.claim_token for row in rows}
 
 
+def leaves_stragglers(claim: Claim, to: EpisodeState) -> bool:
+    """Whether this move may complete a group before its time, which takes several statements: a transaction."""
+    return to is EpisodeState.SCORED and claim.config.rollout.oversample > 0
+
+
 def move(
     conn: Connection,
     claim: Claim,
@@ -164,25 +173,26 @@ def move(
         "reward": reward,
         "reward_parts": json.dumps(reward_parts) if reward_parts is not None else None,
     }
-    may_complete = to is EpisodeState.SCORED and claim.config.rollout.oversample > 0
+    may_complete = leaves_stragglers(claim, to)
     if may_complete:
         stragglers.hold_siblings(conn, claim.group_id)
     # Only what the stage has made is named: its role may not write the other columns, not even with NULL.
     given = "".join(f", {_SET_RESULT[name]}" for name, value in results.items() if value is not None)
-    # One statement for the move and its event: each costs a round trip, three times per episode.
+    final = to in FINAL_STATES
+    # One statement for the move and all that goes with it: each costs a round trip, three times per episode.
     row = conn.execute(
-        text(
+        statement(
             f"""
             WITH moved AS (
                 UPDATE episode
                    SET state = :to, claim_worker = NULL, claim_token = NULL, lease_until = NULL, enqueued_at = now(),
                        finished_at = CASE WHEN :final THEN clock_timestamp() END{given}
                  WHERE id = :id AND claim_token = :token AND state = :at AND attempt = :attempt
-                RETURNING id
+                RETURNING id, group_id
             ), noted AS (
                 INSERT INTO episode_event (episode_id, attempt, from_state, to_state, worker, why)
                 SELECT id, :attempt, :at, :to, :worker, :why FROM moved
-            )
+            ){_COUNT_MOVED if final else ""}
             SELECT id FROM moved
             """
         ),
@@ -192,7 +202,7 @@ def move(
             "at": at,
             "attempt": claim.attempt,
             "to": to,
-            "final": to in FINAL_STATES,
+            "final": final,
             "worker": claim.worker,
             "why": why,
             **{name: value for name, value in results.items() if value is not None},
@@ -200,10 +210,9 @@ def move(
     ).first()
     if row is None:
         raise LeaseLost(f"episode {claim.episode_id} attempt {claim.attempt}: the claim of {claim.worker} is gone")
-    if to in FINAL_STATES:
-        count_final(conn, [claim.group_id])
-        if may_complete:
-            stragglers.cancel_rest(conn, claim.group_id)
+    if may_complete:
+        stragglers.cancel_rest(conn, claim.group_id)
+    if final:
         return None
     return Wakeup(stage=STAGE_OF[to], episode_id=claim.episode_id, attempt=claim.attempt)
 
@@ -317,6 +326,12 @@ def resend(conn: Connection, *, after_s: float, limit: int = 500) -> list[Wakeup
     return [Wakeup(stage=STAGE_OF[EpisodeState(r.state)], episode_id=r.id, attempt=r.attempt) for r in rows]
 
 
+_COUNT_SET = """num_final = num_final + {num},
+                       state = CASE WHEN num_final + {num} = size THEN 'COMPLETE' ELSE state END,
+                       completed_at = CASE WHEN num_final + {num} = size THEN clock_timestamp() END"""
+_COUNT_MOVED = f""", counted AS (
+                UPDATE episode_group g SET {_COUNT_SET.format(num="1")} FROM moved WHERE g.id = moved.group_id
+            )"""
 _SET_RESULT = {
     "prepared": "prepared = CAST(:prepared AS jsonb)",
     "outcome": "outcome = :outcome",
@@ -396,14 +411,6 @@ def count_final(conn: Connection, group_ids: list[int]) -> None:
     """Count episodes that have become final, in their groups: one id for each episode."""
     for group_id, num in sorted(Counter(group_ids).items()):
         conn.execute(
-            text(
-                """
-                UPDATE episode_group
-                   SET num_final = num_final + :num,
-                       state = CASE WHEN num_final + :num = size THEN 'COMPLETE' ELSE state END,
-                       completed_at = CASE WHEN num_final + :num = size THEN clock_timestamp() END
-                 WHERE id = :id
-                """
-            ),
+            text(f"UPDATE episode_group SET {_COUNT_SET.format(num=':num')} WHERE id = :id"),
             {"id": group_id, "num": num},
         )

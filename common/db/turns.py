@@ -25,51 +25,44 @@ from common.errors import LeaseLost
 def save(conn: Connection, claim: Claim, turn: Turn) -> None:
     """Append a turn to the episode's attempt. Raises LeaseLost if the claim no longer holds.
 
-    The update of the episode row is the fence: it locks the row until the turn is committed.
+    One statement. The update of the episode row is the fence: it locks the row until the turn is committed.
     """
-    versions = [span.version for span in turn.sampled.spans]
-    held = conn.execute(
-        text(
-            """
-            UPDATE episode
-               SET num_turns = num_turns + 1, num_sampled = num_sampled + :num_sampled,
-                   version_min = least(version_min, :oldest), version_max = greatest(version_max, :newest)
-             WHERE id = :id AND claim_token = :token AND num_turns = :index
-            RETURNING id
-            """
-        ),
-        {
-            "id": claim.episode_id,
-            "token": claim.token,
-            "index": turn.index,
-            "num_sampled": len(turn.sampled.ids),
-            "oldest": min(versions, default=None),
-            "newest": max(versions, default=None),
-        },
-    ).first()
+    held = conn.execute(_SAVE, _row(claim, turn)).first()
     if held is None:
         raise LeaseLost(f"episode {claim.episode_id} turn {turn.index}: the claim of {claim.worker} is gone")
-    conn.execute(_INSERT, _row(claim, turn))
 
 
-_INSERT = text(
+_SAVE = text(
     """
-    WITH made AS (
+    WITH held AS (
+        UPDATE episode
+           SET num_turns = num_turns + 1, num_sampled = num_sampled + :num_sampled,
+               version_min = least(version_min, :oldest), version_max = greatest(version_max, :newest)
+         WHERE id = :episode_id AND claim_token = :token AND num_turns = :index
+        RETURNING id
+    ), made AS (
         INSERT INTO turn (episode_id, attempt, index, finish_reason, num_suffix, num_sampled, version_spans, digest,
                           messages, engine, latency_ms)
-        VALUES (:episode_id, :attempt, :index, :finish_reason, :num_suffix, :num_sampled,
-                CAST(:version_spans AS jsonb), :digest, CAST(:messages AS jsonb), :engine, :latency_ms)
+        SELECT id, :attempt, :index, :finish_reason, :num_suffix, :num_sampled, CAST(:version_spans AS jsonb), :digest,
+               CAST(:messages AS jsonb), :engine, :latency_ms
+          FROM held
         RETURNING id
+    ), stored AS (
+        INSERT INTO turn_tokens (turn_id, suffix_ids, sampled_ids, logprobs)
+        SELECT id, :suffix_ids, :sampled_ids, :logprobs FROM made
     )
-    INSERT INTO turn_tokens (turn_id, suffix_ids, sampled_ids, logprobs)
-    SELECT id, :suffix_ids, :sampled_ids, :logprobs FROM made
+    SELECT id FROM held
     """
 )
 
 
 def _row(claim: Claim, turn: Turn) -> dict[str, object]:
+    versions = [span.version for span in turn.sampled.spans]
     return {
         "episode_id": claim.episode_id,
+        "token": claim.token,
+        "oldest": min(versions, default=None),
+        "newest": max(versions, default=None),
         "attempt": claim.attempt,
         "index": turn.index,
         "finish_reason": turn.sampled.finish_reason,
