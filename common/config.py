@@ -6,7 +6,7 @@ import tomllib
 from pathlib import Path
 from typing import Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, JsonValue, ValidationError, model_validator
 
 from common.errors import SetupError
 
@@ -32,6 +32,19 @@ class RolloutConfig(Section):
     """Sampling temperature; greedy sampling has no log-probs to train on."""
     episode_timeout_s: float = Field(default=120.0, gt=0)
     """Time budget of an episode in RUN, queue time excluded."""
+    on_format_error: Literal["end", "tell"] = "end"
+    """What a turn does that cannot be parsed: end the episode, or be answered with the error as a tool result."""
+
+
+class RenderConfig(Section):
+    """How conversations become ids; the rest is in the model folder's tokenizer and chat template."""
+
+    family: Literal["qwen3", "qwen2.5", "llama3", "chatml", "generic"] | None = None
+    """Whose turn ends and tool calls the model has; None = told by its vocabulary."""
+    keep_thinking: bool = True
+    """Leave the thinking of earlier turns in the prompt, as sampled; False refuses a template that would drop it."""
+    template_kwargs: dict[str, JsonValue] = Field(default_factory=dict)
+    """Variables for the chat template in every render alike, such as enable_thinking."""
 
 
 class TrainConfig(Section):
@@ -79,6 +92,7 @@ class RunConfig(Section):
     seed: int = 0
     """Seed of the task order, of procedural tasks and of the trainer."""
     rollout: RolloutConfig = RolloutConfig()
+    render: RenderConfig = RenderConfig()
     train: TrainConfig = TrainConfig()
 
     @model_validator(mode="after")

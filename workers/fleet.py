@@ -16,6 +16,7 @@ from pathlib import Path
 
 from celery.signals import worker_shutdown, worker_shutting_down
 
+from common.config import RenderConfig, RunConfig
 from common.db import engines
 from common.db.session import WORKER_WAIT_S, Database, check_schema
 from common.episode import Stage
@@ -46,7 +47,19 @@ CONCURRENCY = {Stage.INIT: 16, Stage.RUN: 256, Stage.EVAL: 8}
 """Episodes that one process works on at once. RUN's share one asyncio loop and mostly wait for tokens."""
 
 handler_named: Callable[[str], Handler] = lru_cache(maxsize=64)(load_handler)
-renderer_of: Callable[[Path], Renderer] = lru_cache(maxsize=8)(Renderer.from_folder)
+
+
+def renderer_of(config: RunConfig) -> Renderer:
+    """The renderer of a run's model, made once in a process."""
+    return _renderer(config.model, config.render.model_dump_json())
+
+
+@lru_cache(maxsize=8)
+def _renderer(model: Path, render_json: str) -> Renderer:
+    render = RenderConfig.model_validate_json(render_json)
+    return Renderer.from_folder(
+        model, family=render.family, template_kwargs=render.template_kwargs, keep_thinking=render.keep_thinking
+    )
 
 
 class FleetProcess:
