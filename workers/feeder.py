@@ -28,6 +28,7 @@ from common.outcomes import Outcome
 from workers.app import app
 from workers.handlers.registry import load_handler
 from workers.publishing import publisher
+from workers.render.of_run import renderer_of
 from workers.service import serve
 
 logger = logging.getLogger(__name__)
@@ -39,9 +40,17 @@ LOOK_AGAIN_S = 5.0
 class Feeder:
     """Feeds every active run."""
 
-    def __init__(self, database: Database, publish: Callable[[Sequence[Wakeup]], None]) -> None:
+    def __init__(
+        self,
+        database: Database,
+        publish: Callable[[Sequence[Wakeup]], None],
+        *,
+        prove: Callable[[RunConfig], object] = lambda _: None,
+    ) -> None:
+        """`prove` raises SetupError for a run that could not be played, before any episode of it is made."""
         self._database = database
         self._publish = publish
+        self._prove = prove
         self._task_ids: dict[int, list[int]] = {}
         self._troubles: dict[int, str | None] = {}
         self._look_again_at: dict[int, float] = {}
@@ -94,6 +103,7 @@ class Feeder:
 
     def _tasks_of(self, run: Run) -> list[int]:
         if run.id not in self._task_ids:
+            self._prove(run.config)
             given = list(read_tasks(run.config))
             dataset = dataset_of(run.config, given)
             with self._database.begin() as conn:
@@ -171,7 +181,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     argparse.ArgumentParser(prog="python -m workers.feeder", description=__doc__).parse_args(argv)
     return serve(
         "feeder",
-        lambda database, _: Feeder(database, publisher(app)).round,
+        lambda database, _: Feeder(database, publisher(app), prove=renderer_of).round,
         every_s=lambda given: given.feed_every_s,
     )
 

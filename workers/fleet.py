@@ -12,11 +12,9 @@ import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import lru_cache
-from pathlib import Path
 
 from celery.signals import worker_shutdown, worker_shutting_down
 
-from common.config import RenderConfig, RunConfig
 from common.db import engines
 from common.db.session import WORKER_WAIT_S, Database, check_schema
 from common.episode import Stage
@@ -33,7 +31,7 @@ from workers.handlers.registry import load_handler
 from workers.init import Init
 from workers.leases import Leases
 from workers.publishing import publisher
-from workers.render import Renderer
+from workers.render.of_run import renderer_of
 from workers.run import Run
 from workers.run_loop import RunLoop
 from workers.sandbox import open_backend
@@ -47,19 +45,6 @@ CONCURRENCY = {Stage.INIT: 16, Stage.RUN: 256, Stage.EVAL: 8}
 """Episodes that one process works on at once. RUN's share one asyncio loop and mostly wait for tokens."""
 
 handler_named: Callable[[str], Handler] = lru_cache(maxsize=64)(load_handler)
-
-
-def renderer_of(config: RunConfig) -> Renderer:
-    """The renderer of a run's model, made once in a process."""
-    return _renderer(config.model, config.render.model_dump_json())
-
-
-@lru_cache(maxsize=8)
-def _renderer(model: Path, render_json: str) -> Renderer:
-    render = RenderConfig.model_validate_json(render_json)
-    return Renderer.from_folder(
-        model, family=render.family, template_kwargs=render.template_kwargs, keep_thinking=render.keep_thinking
-    )
 
 
 class FleetProcess:

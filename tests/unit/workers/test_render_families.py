@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
@@ -55,8 +56,10 @@ def conversation(published: Published) -> list[Message]:
     ]
 
 
-def library_ids(folder: Path, messages: list[Message], *, generation_prompt: bool) -> list[int]:
-    """What the library that models are published with makes of it."""
+def library_ids(
+    folder: Path, messages: list[Message], *, generation_prompt: bool, replaced: Mapping[str, str | None] | None = None
+) -> list[int]:
+    """What the library that models are published with makes of it; `replaced` contents are shown as another."""
     from transformers import PreTrainedTokenizerFast
 
     config = json.loads((folder / "tokenizer_config.json").read_text())
@@ -67,7 +70,7 @@ def library_ids(folder: Path, messages: list[Message], *, generation_prompt: boo
         [
             {
                 "role": message.role,
-                "content": message.content,
+                "content": (replaced or {}).get(message.content, message.content),
                 **(
                     {"tool_calls": [{"type": "function", "function": c.model_dump()} for c in message.tool_calls]}
                     if message.tool_calls
@@ -229,6 +232,21 @@ def test_a_harness_that_drops_thinking_begins_a_new_sample(tmp_path: Path) -> No
         [given.ids, sampled.ids],
         [shown, (7,), (8,), (9,)],
     ]
+
+
+def test_no_content_and_empty_content_are_no_break(tmp_path: Path) -> None:
+    renderer = load(QWEN, tmp_path)
+    messages = [*QUESTION, Message(role="assistant", content="", tool_calls=calls("up"))]
+    given, sampled = renderer.segments(messages, [TOOL])
+    messages.append(Message(role="tool", content="a tree"))
+
+    for content in ("", None):
+        shown = library_ids(tmp_path, messages, generation_prompt=True, replaced={"": content})
+        made = [
+            Call(prompt_ids=given.ids, sampled_ids=sampled.ids),
+            Call(prompt_ids=tuple(shown), sampled_ids=(renderer.close_id,)),
+        ]
+        assert len(split_samples(made)) == 1
 
 
 def test_a_template_that_drops_thinking_is_refused_if_it_must_not_be_kept(tmp_path: Path) -> None:
