@@ -32,7 +32,7 @@ def tool_probe(*, thought: str, parallel_calls: bool) -> tuple[Message, ...]:
     )
 
 
-def user_probe() -> tuple[Message, ...]:
+def user_probe(*, thought: str) -> tuple[Message, ...]:
     """A final answer to which a user has more to say, twice."""
-    said = Message(role="assistant", content="Done.")
+    said = Message(role="assistant", content=f"{thought}Done.")
     return (*PROBE_PROMPT, said, Message(role="user", content=UNICODE), said, Message(role="user", content="More?"))

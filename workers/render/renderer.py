@@ -67,8 +67,7 @@ class Renderer:
         self._user_refusal: str | None = None
         try:
             self._probe_header, self._opener = self._find_opener()
-            self.drops_thinking: bool = self._prove()
-            """Rendering a conversation whole would leave out thinking of earlier turns."""
+            self._user_refusal = self._prove()
         except ValueError as error:
             raise SetupError(str(error)) from error
 
@@ -118,7 +117,7 @@ class Renderer:
         roles = {message.role for message in messages}
         if others := roles - {"tool", "user"}:
             raise ValueError(f"a suffix takes tool results and user messages, not role {', '.join(sorted(others))}")
-        if "user" in roles and self._user_refusal:
+        if "user" in roles and self._user_refusal is not None:
             raise ValueError(f"a suffix cannot hold a user message: {self._user_refusal}")
         whole = self._template.ids(
             [*PROBE_PROMPT, self._asking(messages), *messages], [PROBE_TOOL], generation_prompt=True
@@ -198,22 +197,18 @@ class Renderer:
             )
         return end
 
-    def _prove(self) -> bool:
-        """Compare ids; True if they agree but for the thinking of earlier turns, which the template leaves out."""
+    def _prove(self) -> str | None:
+        """Compare ids; returns what keeps a user from answering, if anything. Raises ValueError on a difference."""
         parallel_calls = self._family.parallel_calls
         self.segments(tool_probe(thought="", parallel_calls=parallel_calls), [PROBE_TOOL])
-        try:
-            self.segments(user_probe(), [PROBE_TOOL])
-        except ValueError as error:
-            # Only a user who answers needs it.
-            self._user_refusal = str(error)
-        try:
+        if not self._keep_thinking:
             self.segments(tool_probe(thought=THOUGHT, parallel_calls=parallel_calls), [PROBE_TOOL])
-        except ValueError:
-            if not self._keep_thinking:
-                raise
-            return True
-        return False
+        try:
+            self.segments(user_probe(thought="" if self._keep_thinking else THOUGHT), [PROBE_TOOL])
+        except ValueError as error:
+            # Most episodes have no user who answers: no reason to refuse the template.
+            return str(error)
+        return None
 
     def _require_thinking(self, said: Message, segments: Sequence[Segment]) -> None:
         shown = self.decode([*segments[-2].ids[-len(self._opener) - 1 :], *segments[-1].ids])

@@ -5,14 +5,17 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
-from common.config import TINY_MODELS
+from common.config import TINY_MODELS, RenderConfig, RunConfig
 from common.episode import Message, ToolCall, ToolSpec
 from common.errors import SetupError
 from tests.unit.workers.model_families import HYBRID, INSTRUCT, LLAMA, PLAIN, PUBLISHED, QWEN, THINKING, Published
 from workers.render import Call, Renderer, split_samples
 from workers.render.families import CHATML, detect_family
+from workers.render.of_run import renderer_of
 
 TOOL = ToolSpec(
     name="look", description="Look.", parameters={"type": "object", "properties": {"at": {"type": "string"}}}
@@ -217,19 +220,19 @@ def test_a_harness_that_drops_thinking_begins_a_new_sample(tmp_path: Path) -> No
     renderer = load(HYBRID, tmp_path)
     more = [Message(role="user", content="And behind?")]
     said = Message(role="assistant", content=f"{THOUGHT}A tree.")
-    given, sampled = renderer.segments([*QUESTION, said], [])
+    prompt, sampled = renderer.segments([*QUESTION, said], [])
     shown = tuple(renderer.first_prompt([*QUESTION, said, *more], []))
 
     samples = split_samples(
         [
-            Call(prompt_ids=given.ids, sampled_ids=sampled.ids),
+            Call(prompt_ids=prompt.ids, sampled_ids=sampled.ids),
             Call(prompt_ids=shown, sampled_ids=(7,)),
             Call(prompt_ids=(*shown, 7, 8), sampled_ids=(9,)),
         ]
     )
 
     assert [[segment.ids for segment in sample] for sample in samples] == [
-        [given.ids, sampled.ids],
+        [prompt.ids, sampled.ids],
         [shown, (7,), (8,), (9,)],
     ]
 
@@ -237,13 +240,13 @@ def test_a_harness_that_drops_thinking_begins_a_new_sample(tmp_path: Path) -> No
 def test_no_content_and_empty_content_are_no_break(tmp_path: Path) -> None:
     renderer = load(QWEN, tmp_path)
     messages = [*QUESTION, Message(role="assistant", content="", tool_calls=calls("up"))]
-    given, sampled = renderer.segments(messages, [TOOL])
+    prompt, sampled = renderer.segments(messages, [TOOL])
     messages.append(Message(role="tool", content="a tree"))
 
     for content in ("", None):
         shown = library_ids(tmp_path, messages, generation_prompt=True, replaced={"": content})
         made = [
-            Call(prompt_ids=given.ids, sampled_ids=sampled.ids),
+            Call(prompt_ids=prompt.ids, sampled_ids=sampled.ids),
             Call(prompt_ids=tuple(shown), sampled_ids=(renderer.close_id,)),
         ]
         assert len(split_samples(made)) == 1
@@ -253,9 +256,46 @@ def test_a_template_that_drops_thinking_is_refused_if_it_must_not_be_kept(tmp_pa
     template = QWEN.template.replace("message.content", "message.content.split('</think>')[-1].lstrip()")
     folder = QWEN.write(tmp_path, template=template)
 
-    assert Renderer.from_folder(folder).drops_thinking
+    assert Renderer.from_folder(folder).suffix([Message(role="tool", content="a tree")])
     with pytest.raises(SetupError, match=r"qwen2.5.* drops the thinking of earlier turns"):
         Renderer.from_folder(folder, keep_thinking=False)
+
+
+def test_a_template_that_drops_thinking_before_a_user_s_answer_takes_results_alone(tmp_path: Path) -> None:
+    renderer = load(HYBRID, tmp_path, keep_thinking=False)
+
+    assert renderer.suffix([Message(role="tool", content="a tree")])
+    with pytest.raises(ValueError, match=r"cannot hold a user message: .* drops the thinking"):
+        renderer.suffix([Message(role="user", content="And behind?")])
+
+
+def test_a_run_s_configuration_chooses_how_its_model_is_shown(tmp_path: Path) -> None:
+    HYBRID.write(tmp_path)
+    config = RunConfig(name="run", model=tmp_path, render=RenderConfig(template_kwargs={"enable_thinking": False}))
+
+    renderer = renderer_of(config)
+
+    assert renderer.decode(renderer.first_prompt(QUESTION, [])).endswith("<think>\n\n</think>\n\n")
+    assert renderer_of(config.model_copy(update={"name": "other"})) is renderer
+
+
+@pytest.fixture(scope="module")
+def renderers(tmp_path_factory: pytest.TempPathFactory) -> list[Renderer]:
+    return [load(published, tmp_path_factory.mktemp(published.name)) for published in PUBLISHED]
+
+
+@given(
+    results=st.lists(st.text(max_size=40) | st.sampled_from(["\n", " \n\n", "<|im_end|>\n", "<tool_call>"]), min_size=1)
+)
+@settings(max_examples=40, deadline=None)
+def test_whatever_tools_answer_the_suffix_is_what_the_whole_render_shows(
+    renderers: list[Renderer], results: list[str]
+) -> None:
+    answers = [Message(role="tool", content=result) for result in results]
+    asked = Message(role="assistant", content="", tool_calls=calls("up"))
+    for renderer in renderers:
+        segments = renderer.segments([*QUESTION, asked, *answers], [TOOL])
+        assert segments[2].ids == tuple(renderer.suffix(answers, after=segments[1].ids))
 
 
 def test_an_empty_thought_in_the_prompt_stays_in_every_turn(tmp_path: Path) -> None:
@@ -321,4 +361,3 @@ def test_the_shipped_policies_are_chatml(name: str) -> None:
 
     assert detect_family(Tokenizer.from_file(str(TINY_MODELS / name / "tokenizer.json"))) is CHATML
     assert told.stop_ids == generic.stop_ids
-    assert not told.drops_thinking
