@@ -6,7 +6,7 @@ import tomllib
 from pathlib import Path
 from typing import Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, JsonValue, ValidationError, model_validator
 
 from common.errors import SetupError
 
@@ -39,6 +39,19 @@ class RolloutConfig(Section):
     """Time budget of an episode in INIT, queue time excluded; then the attempt has failed."""
     eval_timeout_s: float = Field(default=300.0, gt=0)
     """Time budget of an episode in EVAL, queue time excluded; then EVAL is tried again."""
+    on_format_error: Literal["end", "tell"] = "end"
+    """What a turn does that cannot be parsed: end the episode, or be answered with the error as a tool result."""
+
+
+class RenderConfig(Section):
+    """How conversations become ids; the rest is in the model folder's tokenizer and chat template."""
+
+    family: Literal["qwen3", "qwen2.5", "llama3", "chatml", "generic"] | None = None
+    """Whose turn ends and tool calls the model has; None = told by its vocabulary."""
+    keep_thinking: bool = True
+    """Leave the thinking of earlier turns in the prompt, as sampled; False refuses a template that would drop it."""
+    template_kwargs: dict[str, JsonValue] = Field(default_factory=dict)
+    """Variables for the chat template in every render alike, such as enable_thinking."""
 
 
 class TrainConfig(Section):
@@ -123,6 +136,7 @@ class RunConfig(Section):
     seed: int = 0
     """Seed of the task order, of procedural tasks and of the trainer."""
     rollout: RolloutConfig = RolloutConfig()
+    render: RenderConfig = RenderConfig()
     train: TrainConfig = TrainConfig()
     sharing: SharingConfig = SharingConfig()
 

@@ -15,16 +15,17 @@ from common.episode import FinishReason, Message, Sampled, ToolCall, ToolSpec, T
 from common.errors import EpisodeError, RollmillError
 from common.outcomes import Outcome
 from workers.engine_errors import ContextOverflow
+from workers.handlers.base import tool_error, unknown_tool
 from workers.tool_calls import ParsedTurn
 
 logger = logging.getLogger(__name__)
 
 
 class Renderer(Protocol):
-    """What the loop needs of a renderer; `workers.render.Renderer` is one."""
+    """What the loop needs of a renderer; `workers.render.Renderer` is one for every model family."""
 
     def first_prompt(self, messages: Sequence[Message], tools: Sequence[ToolSpec]) -> list[int]: ...
-    def suffix(self, tool_messages: Sequence[Message]) -> list[int]: ...
+    def suffix(self, messages: Sequence[Message], *, after: Sequence[int]) -> list[int]: ...
     def parse(self, ids: Sequence[int]) -> ParsedTurn: ...
 
 
@@ -62,7 +63,7 @@ class Agent:
         """Play from the first messages, or go on after the `stored` turns; returns why the episode ended."""
         turns = list(stored)
         while (outcome := self._ended(turns)) is None:
-            suffix = self.renderer.suffix(_results(turns[-1])) if turns else self.renderer.first_prompt(messages, tools)
+            suffix = self._suffix(turns[-1]) if turns else self.renderer.first_prompt(messages, tools)
             try:
                 generated = await self.generate([*prompt_ids(turns), *suffix])
             except ContextOverflow as error:
@@ -79,7 +80,7 @@ class Agent:
                 index=len(turns),
                 suffix_ids=tuple(suffix),
                 sampled=generated.sampled,
-                messages=await self._respond(generated.sampled, is_last=len(turns) + 1 == self.config.max_turns),
+                messages=await self._respond(generated.sampled, tools, is_last=len(turns) + 1 == self.config.max_turns),
                 engine=generated.engine,
                 latency_ms=generated.latency_ms,
             )
@@ -87,14 +88,18 @@ class Agent:
             turns.append(turn)
         return outcome
 
+    def _suffix(self, turn: Turn) -> list[int]:
+        results = [message for message in turn.messages if message.role == "tool"]
+        return self.renderer.suffix(results, after=turn.sampled.ids)
+
     def _ended(self, turns: Sequence[Turn]) -> Outcome | None:
         if turns:
             if turns[-1].sampled.finish_reason is not FinishReason.STOP:
                 return Outcome.TOKEN_LIMIT
             parsed = self.renderer.parse(turns[-1].sampled.ids)
-            if parsed.error is not None:
+            if parsed.error is not None and self.config.on_format_error == "end":
                 return Outcome.FORMAT_ERROR
-            if not parsed.tool_calls:
+            if parsed.error is None and not parsed.tool_calls:
                 return Outcome.FINISHED
             if len(turns) < self.config.max_turns and len(_results(turns[-1])) < len(parsed.tool_calls):
                 return Outcome.AGENT_TIMEOUT
@@ -102,24 +107,33 @@ class Agent:
             return Outcome.TURN_LIMIT
         return Outcome.AGENT_TIMEOUT if self.spent_s() > self.config.episode_timeout_s else None
 
-    async def _respond(self, sampled: Sampled, *, is_last: bool) -> tuple[Message, ...]:
+    async def _respond(self, sampled: Sampled, tools: Sequence[ToolSpec], *, is_last: bool) -> tuple[Message, ...]:
         parsed = self.renderer.parse(sampled.ids)
         said = Message(role="assistant", content=parsed.content, tool_calls=parsed.tool_calls)
-        if sampled.finish_reason is not FinishReason.STOP or parsed.error is not None or is_last:
+        if sampled.finish_reason is not FinishReason.STOP or is_last:
             return (said,)
+        if parsed.error is not None:
+            return (said, *self._told(parsed.error))
         results = []
         try:
             for call in parsed.tool_calls:
-                results.append(Message(role="tool", content=await self.call_tool(call)))
+                results.append(Message(role="tool", content=await self._result(call, tools)))
         except OutOfTime:
             logger.info("tool call cut off name=%s", call.name)
         return (said, *results)
+
+    def _told(self, error: str) -> tuple[Message, ...]:
+        if self.config.on_format_error == "end":
+            return ()
+        return (Message(role="tool", content=tool_error(error)),)
+
+    async def _result(self, call: ToolCall, tools: Sequence[ToolSpec]) -> str:
+        # A handler that offers none may still describe some in its own words, and knows their names alone.
+        if tools and call.name not in {tool.name for tool in tools}:
+            return unknown_tool(call)
+        return await self.call_tool(call)
 
 
 def prompt_ids(turns: Sequence[Turn]) -> list[int]:
     """All ids up to and including the last sampled one: what the engine was sent and what it returned."""
     return [token for turn in turns for token in (*turn.suffix_ids, *turn.sampled.ids)]
-
-
-def _results(turn: Turn) -> list[Message]:
-    return [message for message in turn.messages if message.role == "tool"]

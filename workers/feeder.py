@@ -30,6 +30,7 @@ from common.sharing import new_groups
 from workers.app import app
 from workers.handlers.registry import load_handler
 from workers.publishing import publisher
+from workers.render.of_run import renderer_of
 from workers.service import serve
 
 logger = logging.getLogger(__name__)
@@ -47,10 +48,13 @@ class Feeder:
         publish: Callable[[Sequence[Wakeup]], None],
         *,
         max_episodes_in_flight: int | None = None,
+        prove: Callable[[RunConfig], object] = lambda _: None,
     ) -> None:
+        """`prove` raises SetupError for a run that could not be played, before any episode of it is made."""
         self._database = database
         self._publish = publish
         self._capacity = max_episodes_in_flight
+        self._prove = prove
         self._task_ids: dict[int, list[int]] = {}
         self._troubles: dict[int, str | None] = {}
         self._look_again_at: dict[int, float] = {}
@@ -125,6 +129,7 @@ class Feeder:
 
     def _tasks_of(self, run: Run) -> list[int]:
         if run.id not in self._task_ids:
+            self._prove(run.config)
             given = read_tasks(run.config)
             dataset = dataset_of(run.config, given)
             with self._database.begin() as conn:
@@ -184,7 +189,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     return serve(
         "feeder",
         lambda database, given: (
-            Feeder(database, publisher(app), max_episodes_in_flight=given.max_episodes_in_flight).round
+            Feeder(
+                database, publisher(app), max_episodes_in_flight=given.max_episodes_in_flight, prove=renderer_of
+            ).round
         ),
         every_s=lambda given: given.feed_every_s,
     )

@@ -12,7 +12,6 @@ import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from functools import lru_cache, partial
-from pathlib import Path
 
 from celery.signals import worker_shutdown, worker_shutting_down
 
@@ -34,7 +33,7 @@ from workers.handlers.registry import load_handler
 from workers.init import Init
 from workers.leases import Leases
 from workers.publishing import publisher
-from workers.render import Renderer
+from workers.render.of_run import renderer_of
 from workers.run import Run
 from workers.run_loop import RunLoop
 from workers.sandbox import open_backend
@@ -51,7 +50,6 @@ END_TIMEOUT_S = 25.0
 """How long a process that is worn out may take to hand its claims back and end."""
 
 handler_named: Callable[[str], Handler] = lru_cache(maxsize=64)(load_handler)
-renderer_of: Callable[[Path], Renderer] = lru_cache(maxsize=8)(Renderer.from_folder)
 
 
 class FleetProcess:

@@ -6,9 +6,9 @@ import asyncio
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Protocol
 
+from common.config import RunConfig
 from common.db import turns
 from common.db.episodes import Claim
 from common.db.session import Database
@@ -50,8 +50,8 @@ class Run:
     engines: Engines
     handler: Callable[[str], Handler]
     """Handler by name."""
-    renderer: Callable[[Path], RunRenderer]
-    """Renderer of a model folder."""
+    renderer: Callable[[RunConfig], RunRenderer]
+    """Renderer of a run's model."""
     backend: Backend
 
     async def __call__(self, claim: Claim) -> Done:
@@ -86,7 +86,7 @@ class _Playing:
         if prepared.sandbox is not None:
             with boundary(Outcome.SANDBOX_FAILED, f"sandbox {prepared.sandbox}"):
                 self._sandbox = stage.backend.attach(prepared.sandbox)
-        self.renderer = stage.renderer(claim.config.model)
+        self.renderer = stage.renderer(claim.config)
         self.spent_s = spent_s
         """Time in requests and tools; waiting for an engine is not the agent's."""
 

@@ -2,6 +2,8 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Literal
 
 import pytest
 
@@ -23,8 +25,9 @@ class CharRenderer:
     def first_prompt(self, messages: Sequence[Message], tools: Sequence[ToolSpec]) -> list[int]:
         return [ord(character) for message in messages for character in message.content]
 
-    def suffix(self, tool_messages: Sequence[Message]) -> list[int]:
-        return [ord("|"), *self.first_prompt(tool_messages, ()), ord(">")]
+    def suffix(self, messages: Sequence[Message], *, after: Sequence[int]) -> list[int]:
+        end = [] if after[-1] == CLOSE else [CLOSE]
+        return [*end, ord("|"), *self.first_prompt(messages, ()), ord(">")]
 
     def parse(self, ids: Sequence[int]) -> ParsedTurn:
         text = "".join(chr(token) for token in ids if token != CLOSE)
@@ -43,7 +46,13 @@ def said(text: str, finish: FinishReason = FinishReason.STOP) -> Sampled:
 class Scripted:
     """Answers the prompts it gets with a fixed list of turns, and keeps what it was sent."""
 
-    def __init__(self, *turns: Sampled | Exception, max_turns: int = 4, spent_s: Callable[[], float] = lambda: 0.0):
+    def __init__(
+        self,
+        *turns: Sampled | Exception,
+        max_turns: int = 4,
+        spent_s: Callable[[], float] = lambda: 0.0,
+        on_format_error: Literal["end", "tell"] = "end",
+    ) -> None:
         self.turns = list(turns)
         self.prompts: list[list[int]] = []
         self.saved: list[Turn] = []
@@ -51,7 +60,7 @@ class Scripted:
         self.hanging_call: str | None = None
         self.agent = Agent(
             renderer=CharRenderer(),
-            config=RolloutConfig(max_turns=max_turns, episode_timeout_s=10),
+            config=RolloutConfig(max_turns=max_turns, episode_timeout_s=10, on_format_error=on_format_error),
             generate=self.generate,
             call_tool=self.call_tool,
             save=self.save,
@@ -74,8 +83,9 @@ class Scripted:
     async def save(self, turn: Turn) -> None:
         self.saved.append(turn)
 
-    async def play(self, stored: Sequence[Turn] = ()) -> Outcome:
-        return await self.agent.play([Message(role="user", content="go")], [], stored)
+    async def play(self, stored: Sequence[Turn] = (), tools: Sequence[str] = ()) -> Outcome:
+        specs = [ToolSpec(name=name, description="", parameters={}) for name in tools]
+        return await self.agent.play([Message(role="user", content="go")], specs, stored)
 
 
 async def test_every_prompt_is_what_was_sent_and_sampled_before_plus_the_suffix():
@@ -178,3 +188,67 @@ async def test_a_task_that_does_not_fit_is_no_fault_of_the_agent():
     with pytest.raises(EpisodeError, match="first prompt of 2 ids: 520 ids") as caught:
         await script.play()
     assert caught.value.outcome is Outcome.HANDLER_FAILED
+
+
+async def test_a_malformed_turn_is_told_and_stays_in_the_prompt_as_sampled():
+    script = Scripted(said("!x"), said("done"), on_format_error="tell")
+
+    assert await script.play() is Outcome.FINISHED
+
+    told = script.saved[0].messages[1:]
+    assert [(message.role, message.content) for message in told] == [("tool", "error: bad form")]
+    assert script.prompts[1] == [*script.prompts[0], *said("!x").ids, *script.saved[1].suffix_ids]
+    assert script.called == []
+
+
+async def test_a_malformed_turn_that_is_the_last_one_is_told_to_nobody():
+    script = Scripted(said("!x"), said("!y"), max_turns=2, on_format_error="tell")
+
+    assert await script.play() is Outcome.TURN_LIMIT
+    assert [len(turn.messages) for turn in script.saved] == [2, 1]
+
+
+async def test_an_episode_goes_on_after_a_stored_malformed_turn():
+    first = Scripted(said("!x"), said("done"), on_format_error="tell")
+    await first.play()
+    second = Scripted(said("done"), on_format_error="tell")
+
+    assert await second.play(first.saved[:1]) is Outcome.FINISHED
+    assert second.prompts == first.prompts[1:]
+
+
+async def test_a_tool_that_was_never_offered_gives_the_same_result_whatever_the_handler():
+    script = Scripted(said("@a"), said("done"))
+
+    assert await script.play(tools=["u"]) is Outcome.FINISHED
+
+    assert script.saved[0].messages[1].content == "unknown tool: t"
+    assert script.called == []
+
+
+async def test_offered_tools_are_called():
+    script = Scripted(said("@a"), said("done"))
+    await script.play(tools=["u", "t"])
+    assert [call.name for call in script.called] == ["t"]
+
+
+async def test_a_cut_off_turn_leaves_the_turns_before_it_and_itself_whole():
+    long = said("@" + "a" * 50)
+    cut = said("b" * 9, FinishReason.LENGTH)
+    script = Scripted(long, long, cut)
+
+    assert await script.play() is Outcome.TOKEN_LIMIT
+
+    assert [turn.sampled for turn in script.saved] == [long, long, cut]
+    assert prompt_ids(script.saved) == [*script.prompts[-1], *cut.ids]
+
+
+async def test_a_turn_that_another_token_stopped_is_closed_in_the_next_prompt():
+    stopped = said("@a")
+    stopped = replace(stopped, ids=(*stopped.ids[:-1], ord("$")))
+    script = Scripted(stopped, said("done"))
+
+    await script.play()
+
+    assert script.saved[1].suffix_ids[:2] == (CLOSE, ord("|"))
+    assert script.saved[0].sampled.ids == stopped.ids
