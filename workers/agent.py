@@ -89,8 +89,7 @@ class Agent:
         return outcome
 
     def _suffix(self, turn: Turn) -> list[int]:
-        results = [message for message in turn.messages if message.role == "tool"]
-        return self.renderer.suffix(results, after=turn.sampled.ids)
+        return self.renderer.suffix(_results(turn), after=turn.sampled.ids)
 
     def _ended(self, turns: Sequence[Turn]) -> Outcome | None:
         if turns:
@@ -137,3 +136,7 @@ class Agent:
 def prompt_ids(turns: Sequence[Turn]) -> list[int]:
     """All ids up to and including the last sampled one: what the engine was sent and what it returned."""
     return [token for turn in turns for token in (*turn.suffix_ids, *turn.sampled.ids)]
+
+
+def _results(turn: Turn) -> list[Message]:
+    return [message for message in turn.messages if message.role == "tool"]
