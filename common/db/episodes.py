@@ -230,8 +230,7 @@ def retry(
     """End the claim after a failure of infrastructure: once more while attempts last, else FAILED.
 
     `afresh` starts a new attempt from INIT; otherwise the same stage goes on from what is stored. Returns the
-    message to send now, None when it is FAILED or has to wait, which `resend` ends. Raises LeaseLost if the claim is
-    gone.
+    message to send now, None when it is FAILED or has to wait until `resend`. Raises LeaseLost if the claim is gone.
     """
     rows = _give_back(
         conn,
@@ -297,8 +296,7 @@ def reap(conn: Connection, *, max_attempts: int, backoff: Backoff = AT_ONCE, lim
 
 
 def resend(conn: Connection, *, after_s: float, limit: int = 500) -> list[Wakeup]:
-    """Unclaimed episodes that were announced longer than `after_s` ago, since their message may be lost, and those
-    whose wait after a failure is over.
+    """Unclaimed episodes announced longer than `after_s` ago, whose message may be lost, and those that waited enough.
 
     Episodes of a run without an engine stand still until it gets one.
     """
