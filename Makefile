@@ -7,6 +7,8 @@ PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11; do \
 VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
+# Of these packages only the vocabulary files are used, to test the renderers with.
+VOCABULARIES := qwen-agent==0.0.34 llama-models==0.3.0
 export BROKER
 
 .PHONY: help demo dev check test chaos services clean
@@ -25,6 +27,7 @@ $(VENV)/.demo: $(BIN)/python pyproject.toml requirements.lock
 
 $(VENV)/.dev: $(VENV)/.demo
 	@$(PIP) install -q -c requirements.lock -e '.[local,train,dev]'
+	@$(PIP) install -q --no-deps $(VOCABULARIES)
 	@touch $@
 
 demo: ## run the whole loop on this machine and watch it learn (ARGS="--help")

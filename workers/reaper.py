@@ -11,8 +11,9 @@ import socket
 import sys
 from collections.abc import Callable, Sequence
 
-from common.db import episodes, sandboxes
-from common.db.episodes import Backoff, Wakeup
+from common.db import episodes, retries, sandboxes
+from common.db.episodes import Wakeup
+from common.db.retries import Backoff
 from common.db.session import Database
 from common.errors import EpisodeError
 from common.settings import Settings
@@ -49,7 +50,7 @@ class Reaper:
     def round(self) -> None:
         """One round. Raises DatabaseUnavailable; the next round does what this one did not."""
         with self._database.begin() as conn:
-            expired = episodes.reap(conn, max_attempts=self._settings.max_attempts, backoff=self._backoff)
+            expired = retries.reap(conn, max_attempts=self._settings.max_attempts, backoff=self._backoff)
         if expired:
             logger.warning("took back episodes=%d: their leases ran out", len(expired))
         with self._database.begin() as conn:

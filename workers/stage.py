@@ -14,8 +14,9 @@ from uuid import uuid4
 
 from common.budgets import budget_s
 from common.config import RunConfig
-from common.db import episodes
-from common.db.episodes import Backoff, Claim, Wakeup
+from common.db import episodes, retries
+from common.db.episodes import Claim, Wakeup
+from common.db.retries import Backoff
 from common.db.session import Database
 from common.episode import EpisodeState, Stage
 from common.errors import DatabaseUnavailable, EpisodeError, LeaseLost, RollmillError, boundary
@@ -184,7 +185,7 @@ class StageWorker:
         # An episode with a sandbox starts over: a half-done command may have changed it.
         afresh = claim.stage is not Stage.EVAL and (claim.prepared or {}).get("sandbox") is not None
         with self._database.begin() as conn:
-            wakeup = episodes.retry(
+            wakeup = retries.retry(
                 conn,
                 claim,
                 outcome=error.outcome,
@@ -197,4 +198,4 @@ class StageWorker:
 
     def _give_back(self, claim: Claim) -> list[Wakeup]:
         with self._database.begin() as conn:
-            return episodes.release(conn, [claim.token], why="the worker is shutting down")
+            return retries.release(conn, [claim.token], why="the worker is shutting down")

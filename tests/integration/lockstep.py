@@ -10,9 +10,10 @@ from uuid import UUID
 import pytest
 from sqlalchemy import text
 
-from common.db import cancel, episodes, steps, turns, versions
+from common.db import cancel, episodes, retries, steps, turns, versions
 from common.db.cancel import Cancelled
-from common.db.episodes import AT_ONCE, Backoff, Claim, Wakeup
+from common.db.episodes import Claim, Wakeup
+from common.db.retries import AT_ONCE, Backoff
 from common.db.steps import Step, TrainedEpisode
 from common.episode import FINAL_STATES, STAGE_OF, EpisodeState, GroupState, Stage
 from common.errors import LeaseLost, SetupError
@@ -196,16 +197,16 @@ class Lockstep:
         arguments["backoff"] = backoff
         if not self.holds(claim):
             with pytest.raises(LeaseLost), self.database.begin() as conn:
-                episodes.retry(conn, claim, **arguments)
+                retries.retry(conn, claim, **arguments)
             return []
         with self.database.begin() as conn:
-            wakeup = episodes.retry(conn, claim, **arguments)
+            wakeup = retries.retry(conn, claim, **arguments)
         episode.give_back(afresh=afresh, outcome=outcome, backoff=backoff)
         return self._announced([wakeup] if wakeup else [], [claim.episode_id])
 
     def release(self, claims: list[Claim]) -> list[Wakeup]:
         with self.database.begin() as conn:
-            wakeups = episodes.release(conn, [claim.token for claim in claims], why="shutting down")
+            wakeups = retries.release(conn, [claim.token for claim in claims], why="shutting down")
         held = {claim.episode_id for claim in claims if self.holds(claim)}
         for episode in (self.episodes[id] for id in held):
             if episode.needs_sandbox:
@@ -216,7 +217,7 @@ class Lockstep:
 
     def reap(self, backoff: Backoff = AT_ONCE) -> list[Wakeup]:
         with self.database.begin() as conn:
-            wakeups = episodes.reap(conn, max_attempts=MAX_ATTEMPTS, backoff=backoff)
+            wakeups = retries.reap(conn, max_attempts=MAX_ATTEMPTS, backoff=backoff)
         expired = [id for id, episode in self.episodes.items() if episode.expired]
         for episode in (self.episodes[id] for id in expired):
             episode.give_back(afresh=episode.needs_sandbox, outcome=Outcome.LEASE_LOST, backoff=backoff)

@@ -10,7 +10,7 @@ import pytest
 from sqlalchemy import Connection, text
 
 from benchmarks.big_run import GROUP_SIZE, GROUPS_PER_STEP, NUM_COMPLETE, NUM_OPEN, Size, fill
-from common.db import engines, episodes, groups, sandboxes, sharing, steps, stragglers, turns
+from common.db import engines, episodes, groups, retries, sandboxes, sharing, steps, stragglers, turns
 from common.db.episodes import Claim, Wakeup
 from common.db.session import Database
 from common.episode import STAGE_OF, EpisodeState
@@ -81,7 +81,7 @@ def _renew(conn: Connection, world: World) -> Callable[[], object]:
 
 def _release(conn: Connection, world: World) -> Callable[[], object]:
     held = tokens(conn)
-    return lambda: episodes.release(conn, held, why="shutting down")
+    return lambda: retries.release(conn, held, why="shutting down")
 
 
 def _save(conn: Connection, world: World) -> Callable[[], object]:
@@ -118,7 +118,7 @@ def _loads(conn: Connection, world: World) -> Callable[[], object]:
 
 def _retry(conn: Connection, world: World) -> Callable[[], object]:
     held = claimed(conn, EpisodeState.NEW)
-    return lambda: episodes.retry(conn, held, outcome=Outcome.ENGINE_LOST, detail="", afresh=True, max_attempts=1)
+    return lambda: retries.retry(conn, held, outcome=Outcome.ENGINE_LOST, detail="", afresh=True, max_attempts=1)
 
 
 def _step(conn: Connection, world: World) -> Callable[[], object]:
@@ -156,7 +156,7 @@ CALLS: dict[str, Callable[[Connection, World], Callable[[], object]]] = {
     "move_and_count_final": _move,
     "cancel_rest": _cancel_rest,
     "retry": _retry,
-    "reap": call(episodes.reap, max_attempts=3),
+    "reap": call(retries.reap, max_attempts=3),
     "resend": call(episodes.resend, after_s=60),
     "take_groups": lambda conn, world: lambda: _take(conn, world),
     "drop_groups": call_for_run(steps.take_groups, version_in=NUM_STEPS + 9, num_groups=1, max_staleness=1),

@@ -11,7 +11,7 @@ import pytest
 from sqlalchemy import text
 
 from common.config import RolloutConfig, RunConfig, TrainConfig
-from common.db import audit, engines, episodes, report, runs, steps, tasks
+from common.db import audit, engines, episodes, report, retries, runs, steps, tasks
 from common.db.runs import DataCursor, Run
 from common.db.session import Database
 from common.db.steps import Take, TrainedEpisode
@@ -138,7 +138,7 @@ def test_an_episode_that_says_nothing_of_the_policy_gives_no_variance(database: 
         first = conn.execute(text("SELECT id FROM episode ORDER BY id LIMIT 1")).scalar_one()
     claim = world.must_claim(episodes.Wakeup(stage=Stage.INIT, episode_id=first, attempt=1))
     with database.begin() as conn:
-        episodes.retry(conn, claim, outcome=Outcome.SANDBOX_FAILED, detail="x", afresh=False, max_attempts=1)
+        retries.retry(conn, claim, outcome=Outcome.SANDBOX_FAILED, detail="x", afresh=False, max_attempts=1)
     play(world, (1, 1))
     assert take(world).dropped == {DropReason.ZERO_VARIANCE: 1}
 

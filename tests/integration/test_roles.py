@@ -17,6 +17,7 @@ from common.db import (
     episodes,
     groups,
     report,
+    retries,
     runs,
     sandboxes,
     sharing,
@@ -195,12 +196,12 @@ def test_each_stage_may_retry_fail_and_hand_back(cast: Cast, world: World, role:
     retried, handed_back, failed, failed_too = (waiting(wakeup) for wakeup in feed(cast, world, num_groups=2))
     claim = claim_as(cast[role], handed_back)
     with cast[role].begin() as conn:
-        assert len(episodes.release(conn, [claim.token], why="ends")) == 1
+        assert len(retries.release(conn, [claim.token], why="ends")) == 1
     claim = claim_as(cast[role], retried)
     for wakeup, max_attempts in ((retried, 5), (failed, 1), (failed_too, 1)):
         claim = claim if wakeup is retried else claim_as(cast[role], wakeup)
         with cast[role].begin() as conn:
-            again = episodes.retry(
+            again = retries.retry(
                 conn, claim, outcome=Outcome.HANDLER_FAILED, detail="bug", afresh=False, max_attempts=max_attempts
             )
         assert (again is None) == (max_attempts == 1)
@@ -218,7 +219,7 @@ def test_the_reaper_reaps_resends_and_sweeps(cast: Cast, world: World) -> None:
         conn.execute(text("UPDATE episode SET lease_until = now() - interval '1 s' WHERE claim_token IS NOT NULL"))
         conn.execute(text("UPDATE episode SET failures = 4 WHERE id = :id"), {"id": poison.episode_id})
     with cast[Role.REAPER].begin() as conn:
-        assert [wakeup.episode_id for wakeup in episodes.reap(conn, max_attempts=5)] == [dead.episode_id]
+        assert [wakeup.episode_id for wakeup in retries.reap(conn, max_attempts=5)] == [dead.episode_id]
     with cast[Role.REAPER].begin() as conn:
         assert len(episodes.resend(conn, after_s=0)) == 3
     with world.database.begin() as conn:

@@ -17,7 +17,8 @@ from sqlalchemy import Connection, text
 
 from common.config import RolloutConfig
 from common.db import groups, runs
-from common.db.episodes import AT_ONCE, Claim, Wakeup
+from common.db.episodes import Claim, Wakeup
+from common.db.retries import AT_ONCE
 from common.episode import FINAL_STATES, MOVES, EpisodeState, GroupState, Stage
 from common.outcomes import AGENT_OUTCOMES, Outcome
 from tests.integration.lockstep import LATER, MAX_ATTEMPTS, Lockstep

@@ -9,7 +9,7 @@ import pytest
 from sqlalchemy import text
 
 from common.config import RolloutConfig, RunConfig, TrainConfig
-from common.db import audit, cancel, engines, episodes, report, runs, sandboxes, snapshot, steps, tasks
+from common.db import audit, cancel, engines, episodes, report, retries, runs, sandboxes, snapshot, steps, tasks
 from common.db.episodes import Claim, Wakeup
 from common.db.session import Database
 from common.episode import EpisodeState
@@ -60,7 +60,7 @@ def score(world: World, claim: Claim, reward: float = 1.0) -> bool:
 def fail(world: World, wakeup: Wakeup) -> None:
     claim = world.must_claim(wakeup)
     with world.database.begin() as conn:
-        episodes.retry(conn, claim, outcome=Outcome.ENGINE_LOST, detail="gone", afresh=False, max_attempts=1)
+        retries.retry(conn, claim, outcome=Outcome.ENGINE_LOST, detail="gone", afresh=False, max_attempts=1)
 
 
 def test_with_enough_scores_the_rest_is_cancelled_and_the_group_complete_at_once(world: World):

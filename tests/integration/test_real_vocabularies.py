@@ -1,4 +1,4 @@
-"""The families with the vocabularies of the real models, where a package that ships one is installed beside us."""
+"""The families with the vocabularies of the real models, as packages ship them."""
 
 from __future__ import annotations
 
@@ -21,12 +21,11 @@ SHIPPED = {"qwen": ("qwen_agent", "utils/qwen.tiktoken"), "llama": ("llama_model
 
 
 def shipped_ranks(name: str) -> dict[bytes, int]:
-    """Bytes of each entry -> its rank; skips the test where the package is not installed."""
+    """Bytes of each entry -> its rank."""
     package, path = SHIPPED[name]
     spec = find_spec(package)
-    file = Path((spec.submodule_search_locations or [""])[0], path) if spec else Path()
-    if not file.is_file():
-        pytest.skip(f"{package} is not installed")
+    assert spec is not None, f"{package} is not installed: run `make dev`"
+    file = Path((spec.submodule_search_locations or [""])[0], path)
     return {base64.b64decode(entry): int(rank) for entry, rank in map(bytes.split, file.read_bytes().splitlines())}
 
 
