@@ -173,12 +173,12 @@ def cpu_seconds(stack: Servers) -> dict[str, float]:
 
 
 def _ticks(pid: int) -> int:
-    """User and system time of a process; 0 = gone."""
+    """User and system time of a process and of its children that have ended; 0 = gone."""
     try:
         fields = (PROC / str(pid) / "stat").read_text().rpartition(")")[2].split()
     except OSError:
         return 0
-    return int(fields[11]) + int(fields[12])
+    return sum(int(field) for field in fields[11:15])
 
 
 def measure_floor(stack: Servers) -> Floor:
