@@ -17,6 +17,7 @@ from alembic.script import ScriptDirectory
 from sqlalchemy import Connection, Engine, create_engine, event, make_url, text
 from sqlalchemy.engine.interfaces import DBAPIConnection
 from sqlalchemy.exc import ArgumentError, DisconnectionError, InterfaceError, OperationalError, ProgrammingError
+from sqlalchemy.exc import TimeoutError as PoolTimeout
 from sqlalchemy.pool import ConnectionPoolEntry
 
 from common.errors import DatabaseUnavailable, SetupError
@@ -110,6 +111,8 @@ class Database:
     def _translating_errors(self) -> Iterator[None]:
         try:
             yield
+        except PoolTimeout as error:
+            raise DatabaseUnavailable(f"no connection was free: {error}") from error
         except (OperationalError, InterfaceError) as error:
             raise DatabaseUnavailable(str(error.orig).strip().splitlines()[0]) from error
         except ProgrammingError as error:
