@@ -133,7 +133,7 @@ WeightTransferEngineFactory.register_engine(BACKEND, FolderTransfer)
 class Loader:
     """Exchanges one rank's weights."""
 
-    def __init__(self, vllm_config: VllmConfig, model: torch.nn.Module) -> None:
+    def __init__(self, vllm_config: VllmConfig, model: Any) -> None:
         """The folder that the server started with is the measure of all later ones. Raises Refused without it."""
         self._vllm_config = vllm_config
         self._model = model
@@ -162,9 +162,9 @@ class Loader:
 
     def _checked(self, folder: Path) -> Stored:
         try:
-            stored = read_headers(folder)
-            check_manifest(folder, stored)
-            stored = self._without_tied_head(stored)
+            found = read_headers(folder)
+            check_manifest(folder, found)
+            stored = self._without_tied_head(found)
             check_fits(folder, stored, expected=self._expected, serving=self._vllm_config.model_config.dtype)
             check_finite(stored)
         except (OSError, SafetensorError) as error:
@@ -195,7 +195,7 @@ _loaders: dict[int, Loader] = {}
 """id of a model that lives as long as its process -> its loader: both ways in must agree on what is served."""
 
 
-def loader_of(vllm_config: VllmConfig, model: torch.nn.Module) -> Loader:
+def loader_of(vllm_config: VllmConfig, model: Any) -> Loader:
     """The model's loader, made at its first use. Raises Refused where the start folder is none of safetensors."""
     if id(model) not in _loaders:
         _loaders[id(model)] = Loader(vllm_config, model)
