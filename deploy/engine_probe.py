@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import http.client
 import json
 import urllib.error
 import urllib.request
@@ -167,8 +168,8 @@ def _ask(url: str, path: str, body: dict[str, object] | None = None) -> tuple[in
     except (OSError, ValueError) as error:
         reason = getattr(error, "reason", error)
         raise SetupError(f"no engine answers at {url}{path}: {reason}") from None
-    except Exception as error:
-        raise SetupError(f"{url} does not speak HTTP: {type(error).__name__}") from error
+    except http.client.HTTPException as error:
+        raise SetupError(f"{url} does not speak HTTP: {type(error).__name__}") from None
     try:
         return status, json.loads(raw)
     except ValueError:

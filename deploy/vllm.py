@@ -118,7 +118,7 @@ def _command(plan: VllmPlan) -> list[str]:
     command = [str(plan.python), "-m", "vllm.entrypoints.launchers.api_server.entry"]
     for flag, value in flags.items():
         command += [flag, str(value)]
-    return [*command, "--enable-scale-out"]
+    return [*command, "--enable-scale-out", "--disable-uvicorn-access-log"]
 
 
 def _cpu_flags(plan: VllmPlan) -> list[str]:

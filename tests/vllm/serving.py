@@ -56,7 +56,9 @@ def serving(model: Path, *, log_file: Path, **choices: Any) -> Iterator[str]:
         while process.exit_code() is None and time.monotonic() < deadline:
             time.sleep(POLL_S)
         process.kill_group()
-        process.exit_code()
+        while process.exit_code() is None:
+            assert time.monotonic() < deadline + STOP_TIMEOUT_S, f"process {process.pid} cannot be killed"
+            time.sleep(POLL_S)
 
 
 def make_model(*, seed: int, tied: bool) -> Qwen3ForCausalLM:

@@ -47,6 +47,7 @@ def test_help_names_every_command() -> None:
         "db",
         "run",
         "cancel",
+        "engine",
     ):
         assert f"│ {command} " in result.output
 
