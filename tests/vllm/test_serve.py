@@ -21,7 +21,7 @@ from common.db.session import Database
 from common.episode import EngineState, FinishReason
 from common.errors import SetupError
 from common.weights import WeightStore, version_name
-from deploy.engine_probe import check_engine
+from deploy.engine_probe import check_engine, num_requests
 from deploy.ports import free_port
 from deploy.procfs import all_stats
 from tests.unit.workers.waiting import until
@@ -92,21 +92,25 @@ async def test_serves_restarts_and_drains(
     assert children(process.pid) != [server]
     assert await client.weight_version(url) == version_name(RUN, 0)
 
-    request = client.generate(
-        url,
-        request_id=uuid4().hex,
-        prompt_ids=[5, 20],
-        max_tokens=480,
-        temperature=3.0,
-        stop_ids=(),
-        model=None,
-        run=RUN,
-    )
-    running = asyncio.create_task(request)
-    await asyncio.sleep(0)
+    requests = [
+        client.generate(
+            url,
+            request_id=uuid4().hex,
+            prompt_ids=[5, 20 + number],
+            max_tokens=480,
+            temperature=2.0,
+            stop_ids=(),
+            model=None,
+            run=RUN,
+        )
+        for number in range(8)
+    ]
+    running = [asyncio.create_task(request) for request in requests]
+    while not await asyncio.to_thread(num_requests, url):
+        assert not all(task.done() for task in running)
     process.send_signal(signal.SIGTERM)
-    sampled = await running
-    assert sampled.finish_reason in (FinishReason.STOP, FinishReason.LENGTH)
+    finished = [sampled.finish_reason for sampled in await asyncio.gather(*running)]
+    assert set(finished) <= {FinishReason.STOP, FinishReason.LENGTH}
     await until(lambda: process.poll() is not None, within_s=60)
     keeping.cancel()
     await asyncio.wait([keeping])
