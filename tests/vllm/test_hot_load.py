@@ -5,8 +5,10 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import os
 import shutil
 import statistics
+import subprocess
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,6 +27,7 @@ from common.db import engines, runs, versions
 from common.db.session import Database
 from common.episode import Sampled
 from common.weights import MANIFEST, WeightStore, describe, version_name
+from deploy.vllm import DEFAULT_PYTHON, VllmPlan, vllm_spec
 from tests.unit.workers.waiting import until
 from tests.vllm.serving import RUN, make_model, publish, serving
 from trainer.policy import load_model
@@ -234,7 +237,8 @@ async def test_hot_load_under_load(
         for number in range(1, NUM_UPDATES + 1):
             publish_next(number)
             keeper.announce()
-            await until(lambda number=number: served() == number, within_s=60)  # type: ignore[misc]
+            await until(lambda number=number: len(cycles.took_ms) > number, within_s=60)  # type: ignore[misc]
+        await until(lambda: served() == NUM_UPDATES, within_s=60)
         is_over.set()
         await asyncio.wait(asking)
         keeping.cancel()
@@ -359,3 +363,23 @@ async def test_a_broken_version_is_refused_and_the_old_weights_serve_on(
         await load(client, engine, folder, "refused")
     assert await scores(engine) == before
     assert not await client.is_paused(engine)
+
+
+def test_a_load_that_fails_half_way_goes_back_to_the_old_weights(tiny: Path, tmp_path: Path) -> None:
+    version = publish(WeightStore(tmp_path), 1, shifted(load_model(tiny), seed=1), tokenizer=tiny).path
+    spec = vllm_spec(VllmPlan(model=tiny, served_name="policy", port=1))
+    done = subprocess.run(
+        [DEFAULT_PYTHON, Path(__file__).parent / "half_way.py", tiny, version],
+        env={**os.environ, **spec.env},
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    found = json.loads(done.stdout.splitlines()[-1])
+    assert found["failed"]["ok"] is False
+    assert found["failed"]["error"].endswith("could not be loaded: OSError: the disk is gone")
+    assert found["same_after_failure"] is True
+    assert found["loaded"]["ok"] is True
+    assert found["same_after_load"] is False
