@@ -64,12 +64,13 @@ def serve_engine(service: Service, database: Database, *, console: Console) -> N
         log_file = folder.log_file("engine")
         try:
             supervisor.launch(vllm_spec(service.plan))
+            _say(console, f"starting vLLM on {service.url} with {service.plan.model}; its log: {log_file}")
             with console.status("") as status:
                 supervisor.wait_ready(lambda waited_s: status.update(_progress(service, log_file, waited_s)))
             check_engine(service.url, model=service.run.config.model, served_name=service.plan.served_name)
             with database.begin() as conn:
                 engines.register(conn, service.url, run_id=service.run.id)
-            _say(console, f"engine {service.url} serves run {service.run.name}; its log: {log_file}; Ctrl-C drains it")
+            _say(console, f"engine {service.url} serves run {service.run.name}; Ctrl-C drains it")
             while True:
                 supervisor.poll()
                 time.sleep(POLL_S)

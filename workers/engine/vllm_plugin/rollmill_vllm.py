@@ -140,7 +140,12 @@ class Loader:
         self._serving = Path(vllm_config.model_config.model)
         """The folder whose weights the model has."""
         self._tied = bool(getattr(vllm_config.model_config.hf_text_config, "tie_word_embeddings", False))
-        self._expected = self._without_tied_head(read_headers(self._serving))
+        try:
+            self._expected = self._without_tied_head(read_headers(self._serving))
+        except (Refused, OSError) as error:
+            raise Refused(
+                f"this server did not start from a folder of safetensors, to compare with: {error}"
+            ) from error
 
     def load(self, folder: Path) -> None:
         """Check the folder whole, then serve its weights. Raises Refused; the old weights then serve on."""
@@ -187,7 +192,7 @@ class Loader:
     def _repack_tied_head(self) -> None:
         """On CPU a linear layer computes with a packed copy, and a tied head is never loaded by its own name."""
         head = getattr(self._model, "lm_head", None)
-        if self._tied and hasattr(head, "cpu_linear"):
+        if self._tied and head is not None and hasattr(head, "cpu_linear"):
             head.quant_method.process_weights_after_loading(head)
 
 
