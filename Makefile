@@ -8,6 +8,8 @@ VENV := .venv
 ENGINE_VENV := .venv-engine
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
+# Of these packages only the vocabulary files are used, to test the renderers with.
+VOCABULARIES := qwen-agent==0.0.34 llama-models==0.3.0
 export BROKER ENGINE
 
 .PHONY: help demo dev check test test-vllm engine chaos services clean
@@ -26,6 +28,7 @@ $(VENV)/.demo: $(BIN)/python pyproject.toml requirements.lock
 
 $(VENV)/.dev: $(VENV)/.demo
 	@$(PIP) install -q -c requirements.lock -e '.[local,train,dev]'
+	@$(PIP) install -q --no-deps $(VOCABULARIES)
 	@touch $@
 
 # vLLM's pins are its own, so it lives apart. torchvision, torchaudio and torchcodec break its imports: the lock names

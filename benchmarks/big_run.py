@@ -70,14 +70,16 @@ _FILL = (
       FROM (SELECT id, least(id / :per_step, :num_steps) AS version FROM episode_group WHERE state <> 'OPEN') AS g,
            generate_series(0, :size - 1) AS i
     """,
-    # Of the episodes in flight a half is claimed, and of those a quarter has outlived its lease.
+    # Of the episodes in flight a half is claimed, and of those a quarter has outlived its lease. Of
+    # those that wait, a quarter was delayed and is due.
     """
     INSERT INTO episode (id, run_id, group_id, index, state, outcome, prepared, enqueued_at, claim_worker, claim_token,
-                         lease_until)
+                         lease_until, not_before)
     SELECT (g.id - 1) * :size + i + 1, :run, g.id, i, (ARRAY['NEW', 'READY', 'SAMPLED'])[1 + (g.id + i) % 3],
            CASE WHEN (g.id + i) % 3 = 2 THEN 'finished' END, '{"sandbox": null}', now() - i * interval '1 minute',
            CASE WHEN i >= 4 THEN 'w' END, CASE WHEN i >= 4 THEN gen_random_uuid() END,
-           CASE WHEN i >= 4 THEN now() + (6.5 - i) * interval '1 hour' END
+           CASE WHEN i >= 4 THEN now() + (6.5 - i) * interval '1 hour' END,
+           CASE WHEN i = 3 THEN now() - interval '1 second' END
       FROM episode_group g, generate_series(0, :size - 1) AS i WHERE g.state = 'OPEN'
     """,
     """

@@ -12,17 +12,15 @@ import os
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
 import tomli_w
-from rich.console import Console, Group
-from rich.live import Live
-from rich.progress_bar import ProgressBar
-from rich.table import Table
+from rich.console import Console
 
+from benchmarks.chaos_display import Display
 from benchmarks.killer import Killer, Plan
 from benchmarks.stack import Servers, servers
 from common.config import TINY_MODELS, RolloutConfig, RunConfig, TrainConfig
@@ -43,6 +41,7 @@ SETTINGS = {
     "ROLLMILL_RESEND_AFTER_S": "4",
     # An episode here meets more deaths than in years of service; each counts as a failure.
     "ROLLMILL_MAX_ATTEMPTS": "1000",
+    "ROLLMILL_RETRY_BACKOFF_MAX_S": "1",
 }
 GROUP_SIZE, GROUPS_PER_STEP, MAX_STALENESS = 4, 3, 3
 IN_FLIGHT = (MAX_STALENESS + 1) * GROUPS_PER_STEP * GROUP_SIZE
@@ -51,7 +50,6 @@ TOKENS_PER_EPISODE = 45
 WARM_UP_TIMEOUT_S = 120.0
 DRAIN_TIMEOUT_S = 60.0
 POLL_EVERY_S = 0.05
-PLAIN_EVERY_S = 10.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -120,7 +118,7 @@ def chaos(order: Order, console: Console) -> Found:
         )
         killer = Killer(plan, seed=order.seed)
         reader = stack.enter_context(RunReader(stack_of.database, run.id))
-        display = stack.enter_context(_Display(console, order))
+        display = stack.enter_context(Display(console, episodes=order.episodes, seconds=order.seconds))
         started_s = time.monotonic()
         snapshot = _until_over(stack_of, reader, killer, display, order)
         display.say(f"the run is {snapshot.state}: waiting for the reapers")
@@ -140,7 +138,7 @@ def _start_work(stack: Servers, config: RunConfig) -> None:
     )
 
 
-def _until_over(stack: Servers, reader: RunReader, killer: Killer, display: _Display, order: Order) -> Snapshot:
+def _until_over(stack: Servers, reader: RunReader, killer: Killer, display: Display, order: Order) -> Snapshot:
     """Kill for the time that was ordered, from the first scored episode on, then wait for the end of the run."""
     started_s = time.monotonic()
     while (first := reader.latest.snapshot) is None or not first.episodes[EpisodeState.SCORED]:
@@ -231,100 +229,83 @@ def percentile(values: Sequence[float], share: float) -> float:
     return sorted(values)[min(len(values) - 1, int(share * len(values)))] if values else 0.0
 
 
-def figures(found: Found) -> str:
-    """The last line."""
+def figures(found: Found) -> dict[str, str]:
+    """Of one session, for its last line and the report."""
     states = found.snapshot.episodes
     held = found.resumptions
     taken_back = [resumption.taken_back_s for resumption in held]
     resumed = [resumption.resumed_s for resumption in held if resumption.resumed_s is not None]
-    return (
-        f"kills={found.killer.kills.total()} pauses={found.killer.num_pauses} other_ends={found.other_ends} "
-        f"episodes={sum(states.values())} final={sum(states[state] for state in FINAL_STATES)} "
-        f"lost={found.violations['lost']} doubled={found.violations['doubled'] + found.violations['turns_doubled']} "
-        f"violations={sum(found.violations.values())} failed={states[EpisodeState.FAILED]} "
-        f"versions={found.snapshot.version_newest} held_at_kill={len(held)} "
-        f"taken_back_p50_s={percentile(taken_back, 0.5):.1f} taken_back_p95_s={percentile(taken_back, 0.95):.1f} "
-        f"resumed_p50_s={percentile(resumed, 0.5):.1f} resumed_p95_s={percentile(resumed, 0.95):.1f} "
-        f"seconds={found.seconds:.0f}"
-    )
+    return {
+        "kills": str(found.killer.kills.total()),
+        "pauses": str(found.killer.num_pauses),
+        "other_ends": str(found.other_ends),
+        "episodes": str(sum(states.values())),
+        "final": str(sum(states[state] for state in FINAL_STATES)),
+        "lost": str(found.violations["lost"]),
+        "doubled": str(found.violations["doubled"] + found.violations["turns_doubled"]),
+        "violations": str(sum(found.violations.values())),
+        "failed": str(states[EpisodeState.FAILED]),
+        "versions": str(found.snapshot.version_newest),
+        "held_at_kill": str(len(held)),
+        "taken_back_p50_s": f"{percentile(taken_back, 0.5):.1f}",
+        "taken_back_p95_s": f"{percentile(taken_back, 0.95):.1f}",
+        "resumed_p50_s": f"{percentile(resumed, 0.5):.1f}",
+        "resumed_p95_s": f"{percentile(resumed, 0.95):.1f}",
+        "seconds": f"{found.seconds:.0f}",
+    }
 
 
-class _Display:
-    """A live panel on a terminal, a line every few seconds elsewhere."""
-
-    def __init__(self, console: Console, order: Order) -> None:
-        self._console = console
-        self._order = order
-        self._live = Live(console=console, auto_refresh=False) if console.is_terminal else None
-        self._shown_s = 0.0
-
-    def __enter__(self) -> _Display:
-        if self._live:
-            self._live.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        if self._live:
-            self._live.stop()
-
-    def say(self, what: str) -> None:
-        """A line about what we wait for."""
-        self._console.print(what, highlight=False)
-
-    def show(self, now_s: float, snapshot: Snapshot | None, killer: Killer) -> None:
-        every_s = 0.25 if self._live else PLAIN_EVERY_S
-        if now_s - self._shown_s < every_s or snapshot is None:
-            return
-        self._shown_s = now_s
-        if self._live:
-            self._live.update(self._panel(now_s, snapshot, killer), refresh=True)
-        else:
-            final = sum(snapshot.episodes[state] for state in FINAL_STATES)
-            self._console.print(
-                f"{now_s:4.0f} s  kills {killer.kills.total()}  final {final}/{self._order.episodes}  "
-                f"version {snapshot.version_newest}",
-                highlight=False,
-            )
-
-    def _panel(self, now_s: float, snapshot: Snapshot, killer: Killer) -> Group:
-        table = Table(box=None, show_header=False)
-        table.add_row("kills", "  ".join(f"{kind} {num}" for kind, num in sorted(killer.kills.items())))
-        table.add_row("episodes", "  ".join(f"{state} {num}" for state, num in snapshot.episodes.items() if num))
-        table.add_row("groups", "  ".join(f"{state} {num}" for state, num in snapshot.groups.items() if num))
-        table.add_row("version", f"{snapshot.version_newest}, live {snapshot.version_live}")
-        final = sum(snapshot.episodes[state] for state in FINAL_STATES)
-        bars = [
-            ProgressBar(total=self._order.seconds, completed=now_s, width=60),
-            ProgressBar(total=self._order.episodes, completed=final, width=60),
-        ]
-        return Group(f"{now_s:.0f} of {self._order.seconds:.0f} s, {final} of {self._order.episodes}", *bars, table)
-
-
-def main() -> int:
-    """One session; exit 1 when it falls short."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.chaos", description=__doc__)
-    parser.add_argument("--episodes", type=int, default=500)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--seconds", type=float, default=300.0, help="how long processes are killed")
-    parser.add_argument("--kills", type=int, help="how many in that time; default one every two seconds")
-    parser.add_argument("--data-dir", type=Path, help="kept afterwards, with its logs; default a temporary one")
-    arguments = parser.parse_args()
-    console = Console()
-    with tempfile.TemporaryDirectory(prefix="chaos-") as folder:
-        order = Order(
-            episodes=arguments.episodes,
-            seed=arguments.seed,
-            seconds=arguments.seconds,
-            kills=arguments.kills or int(arguments.seconds / 2),
-            data_dir=(arguments.data_dir or Path(folder) / "data").absolute(),
-        )
-        found = chaos(order, console)
+def session(order: Order, console: Console) -> tuple[dict[str, str], bool]:
+    """One session, its figures and whether it held."""
+    found = chaos(order, console)
     by_kind = "  ".join(f"{kind} {num}" for kind, num in sorted(found.killer.kills.items()))
     console.print(f"killed: {by_kind}", highlight=False)
     complaints = shortfalls(order, found)
     console.print("; ".join(complaints) or "ok", highlight=False)
-    print(f"chaos: {figures(found)}")
-    return 1 if complaints else 0
+    return figures(found), not complaints
+
+
+def as_markdown(rows: Sequence[tuple[int, Mapping[str, str]]]) -> str:
+    """A table, one row a seed."""
+    names = list(rows[0][1])
+    lines = [["seed", *names], ["---"] * (len(names) + 1), *([str(seed), *row.values()] for seed, row in rows)]
+    return "".join(f"| {' | '.join(line)} |\n" for line in lines)
+
+
+def main() -> int:
+    """A session for each seed; exit 1 when one falls short."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.chaos", description=__doc__)
+    parser.add_argument("--episodes", type=int, default=500)
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0], help="a session for each")
+    parser.add_argument("--seconds", type=float, default=300.0, help="how long processes are killed")
+    parser.add_argument("--kills", type=int, help="how many in that time; default one every two seconds")
+    parser.add_argument("--data-dir", type=Path, help="kept afterwards, with its logs; default a temporary one")
+    parser.add_argument("--table", type=Path, help="write the figures of all sessions as a Markdown table")
+    arguments = parser.parse_args()
+    console = Console()
+    rows, held = [], []
+    for seed in arguments.seeds:
+        with tempfile.TemporaryDirectory(prefix="chaos-") as folder:
+            order = Order(
+                episodes=arguments.episodes,
+                seed=seed,
+                seconds=arguments.seconds,
+                kills=arguments.kills or int(arguments.seconds / 2),
+                data_dir=(arguments.data_dir / str(seed) if arguments.data_dir else Path(folder) / "data").absolute(),
+            )
+            found, ok = session(order, console)
+        rows.append((seed, found))
+        held.append(ok)
+        print(f"chaos: seed={seed} {' '.join(f'{name}={value}' for name, value in found.items())}", flush=True)
+    if arguments.table:
+        arguments.table.write_text(as_markdown(rows))
+    if len(rows) > 1:
+        totals = " ".join(
+            f"{name}={sum(int(row[name]) for _, row in rows)}"
+            for name in ("kills", "episodes", "final", "lost", "doubled", "violations")
+        )
+        print(f"chaos: runs={len(rows)} failed_runs={held.count(False)} {totals}")
+    return 0 if all(held) else 1
 
 
 if __name__ == "__main__":

@@ -32,6 +32,7 @@ from common.settings import Settings
 from common.weights import WeightStore
 from deploy.procfs import PROC, all_stats
 from workers.app import celery_config
+from workers.broker import prepare_broker
 from workers.handlers.noop import Noop
 from workers.publishing import publisher
 
@@ -172,12 +173,12 @@ def cpu_seconds(stack: Servers) -> dict[str, float]:
 
 
 def _ticks(pid: int) -> int:
-    """User and system time of a process; 0 = gone."""
+    """User and system time of a process and of its children that have ended; 0 = gone."""
     try:
         fields = (PROC / str(pid) / "stat").read_text().rpartition(")")[2].split()
     except OSError:
         return 0
-    return int(fields[11]) + int(fields[12])
+    return sum(int(field) for field in fields[11:15])
 
 
 def measure_floor(stack: Servers) -> Floor:
@@ -227,7 +228,9 @@ def _plain_commits(database: Database) -> float:
 def stack_and_app() -> Iterator[tuple[Servers, Celery]]:
     with tempfile.TemporaryDirectory(prefix="pipeline-") as folder, servers(Path(folder) / "data", {}) as stack:
         app = Celery("pipeline")
-        app.config_from_object(celery_config(Settings(broker_url=stack.broker_url)))
+        given = Settings(broker_url=stack.broker_url)
+        app.config_from_object(celery_config(given))
+        prepare_broker(app, given)
         yield stack, app
         app.close()
 

@@ -92,6 +92,7 @@ def servers(data_dir: Path, settings: Mapping[str, str]) -> Iterator[Servers]:
                 env={
                     "ROLLMILL_DATABASE_URL": postgres.url,
                     "ROLLMILL_BROKER_URL": broker.url,
+                    "ROLLMILL_BROKER_CONSUMER_TIMEOUT_S": f"{broker.consumer_timeout_s:g}",
                     "ROLLMILL_DATA_DIR": str(data_dir),
                     "OMP_NUM_THREADS": "1",
                     "PYTHONUNBUFFERED": "1",

@@ -22,7 +22,7 @@ from sqlalchemy import Connection, text
 
 from benchmarks.big_run import GROUP_SIZE, GROUPS_PER_STEP, Size, fill
 from common.config import TINY_MODELS, RolloutConfig, RunConfig, TrainConfig
-from common.db import engines, episodes, runs, steps, tasks
+from common.db import engines, episodes, retries, runs, steps, tasks
 from common.db.episodes import Wakeup
 from common.db.runs import Run
 from common.db.session import Database, migrate
@@ -101,7 +101,7 @@ def measure(database: Database, run: Run, size: Size) -> dict[str, list[float]]:
     return {
         "SELECT 1": times_ms(database, lambda conn: conn.execute(text("SELECT 1")), MANY),
         "claim": times_ms(database, claim, MANY),
-        "reap": times_ms(database, lambda conn: episodes.reap(conn, max_attempts=5, limit=5), FEW),
+        "reap": times_ms(database, lambda conn: retries.reap(conn, max_attempts=5, limit=5), FEW),
         "resend": times_ms(database, lambda conn: episodes.resend(conn, after_s=30, limit=5), FEW),
         "take": times_ms(database, take, FEW // 5),
     }

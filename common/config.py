@@ -6,7 +6,7 @@ import tomllib
 from pathlib import Path
 from typing import Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, JsonValue, ValidationError, model_validator
 
 from common.errors import SetupError
 
@@ -24,6 +24,8 @@ class RolloutConfig(Section):
 
     group_size: int = Field(default=8, ge=2)
     """Episodes per task (G of GRPO); the group's mean reward is the baseline."""
+    oversample: int = Field(default=0, ge=0)
+    """Episodes that a group gets beyond group_size. When group_size of them are scored, the rest is cancelled."""
     max_turns: int = Field(default=4, ge=1)
     """Model calls per episode."""
     max_tokens_per_turn: int = Field(default=40, ge=1)
@@ -33,7 +35,25 @@ class RolloutConfig(Section):
     top_p: float = Field(default=1.0, gt=0, le=1)
     """Sample from the smallest set of likeliest tokens with at least this probability; 1 = from all."""
     episode_timeout_s: float = Field(default=120.0, gt=0)
-    """Time budget of an episode in RUN, queue time excluded."""
+    """Time budget of the agent in RUN, queue time and waiting for an engine excluded. A request or tool call that is
+    under way when it is used up is cut off, and the episode is scored with its turns."""
+    init_timeout_s: float = Field(default=300.0, gt=0)
+    """Time budget of an episode in INIT, queue time excluded; then the attempt has failed."""
+    eval_timeout_s: float = Field(default=300.0, gt=0)
+    """Time budget of an episode in EVAL, queue time excluded; then EVAL is tried again."""
+    on_format_error: Literal["end", "tell"] = "end"
+    """What a turn does that cannot be parsed: end the episode, or be answered with the error as a tool result."""
+
+
+class RenderConfig(Section):
+    """How conversations become ids; the rest is in the model folder's tokenizer and chat template."""
+
+    family: Literal["qwen3", "qwen2.5", "llama3", "chatml", "generic"] | None = None
+    """Whose turn ends and tool calls the model has; None = told by its vocabulary."""
+    keep_thinking: bool = True
+    """Leave the thinking of earlier turns in the prompt, as sampled; False refuses a template that would drop it."""
+    template_kwargs: dict[str, JsonValue] = Field(default_factory=dict)
+    """Variables for the chat template in every render alike, such as enable_thinking."""
 
 
 class TrainConfig(Section):
@@ -63,6 +83,43 @@ class TrainConfig(Section):
     """What the ratio is taken against: the stored behaviour log-probs, or the policy at the step's start."""
     importance_cap: float = Field(default=2.0, gt=0)
     """Truncation of the importance weight proximal/behaviour (TIS); without effect for anchor = behaviour."""
+    zero_variance: Literal["train", "refill"] = "train"
+    """Groups whose rewards are all equal, which have no gradient: train them, or drop and replace them (DAPO, dynamic
+    sampling)."""
+    max_refills_per_step: int | None = Field(default=None, ge=1)
+    """Groups that `refill` may drop for one training step, before the further ones are trained; None = 10 x
+    groups_per_step. So a policy that has solved everything still comes to an end."""
+
+    @property
+    def max_refills(self) -> int:
+        """Zero-variance groups that may be dropped for one training step; 0 = they are trained."""
+        if self.zero_variance == "train":
+            return 0
+        return self.max_refills_per_step or 10 * self.groups_per_step
+
+
+class SharingConfig(Section):
+    """The run's part of a fleet that several runs share. `rollmill run share` changes it while the run goes on."""
+
+    weight: float = Field(default=1.0, ge=0, allow_inf_nan=False)
+    """Its share of ROLLMILL_MAX_EPISODES_IN_FLIGHT is in proportion to it; 0 = only what the others leave."""
+    max_episodes_in_flight: int | None = Field(default=None, ge=1)
+    """Episodes of the run that may be in flight, which is not final; None = what its share and staleness allow."""
+    max_sandboxes: int | None = Field(default=None, ge=1)
+    """Sandboxes of the run that may be in flight: those that stand, and one for each NEW episode, which will make one.
+    A dead attempt's counts until the reaper has swept it away, a round or so later. None = no bound."""
+
+    def check(self, *, episodes_per_group: int) -> None:
+        """Raise ValueError if a limit is less than a group, which are made whole."""
+        for name, limit in (
+            ("max_episodes_in_flight", self.max_episodes_in_flight),
+            ("max_sandboxes", self.max_sandboxes),
+        ):
+            if limit is not None and limit < episodes_per_group:
+                raise ValueError(
+                    f"sharing.{name} = {limit} is less than the {episodes_per_group} episodes of a group "
+                    "(rollout.group_size + rollout.oversample): the run would never get one"
+                )
 
 
 class RunConfig(Section):
@@ -81,7 +138,9 @@ class RunConfig(Section):
     seed: int = 0
     """Seed of the task order, of procedural tasks and of the trainer."""
     rollout: RolloutConfig = RolloutConfig()
+    render: RenderConfig = RenderConfig()
     train: TrainConfig = TrainConfig()
+    sharing: SharingConfig = SharingConfig()
 
     @model_validator(mode="after")
     def _minibatches_fit(self) -> Self:
@@ -91,6 +150,21 @@ class RunConfig(Section):
                 f"train.groups_per_step = {self.train.groups_per_step}: a minibatch would be empty"
             )
         return self
+
+    @model_validator(mode="after")
+    def _limits_fit(self) -> Self:
+        self.sharing.check(episodes_per_group=self.episodes_per_group)
+        return self
+
+    @property
+    def episodes_per_group(self) -> int:
+        """Episodes that a group is made with."""
+        return self.rollout.group_size + self.rollout.oversample
+
+    @property
+    def wanted(self) -> int | None:
+        """Scored episodes that complete a group; None = all its episodes are waited for."""
+        return self.rollout.group_size if self.rollout.oversample else None
 
     @property
     def dataset_name(self) -> str:

@@ -88,6 +88,8 @@ class DropReason(StrEnum):
     """Its oldest token is older than the staleness bound allows."""
     TOO_FEW = "too_few_samples"
     """Fewer than two episodes have an agent outcome, so there is no baseline."""
+    ZERO_VARIANCE = "zero_variance"
+    """All its agent-outcome episodes have the same reward, so it has no gradient; another group takes its place."""
     STOPPED = "run_stopped"
     """Somebody stopped the run before the group was trained."""
 

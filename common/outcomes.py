@@ -31,6 +31,8 @@ class Outcome(StrEnum):
     """The task's handler raised an error."""
     LEASE_LOST = "lease_lost"
     """Workers died or stalled under the episode on every attempt."""
+    STAGE_TIMEOUT = "stage_timeout"
+    """The stage's work did not end within its budget."""
 
     @property
     def is_agent(self) -> bool:

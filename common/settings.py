@@ -12,6 +12,7 @@ from pydantic import Field, ValidationError
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
 from common.errors import SetupError
+from common.queues import QueueKind
 
 PREFIX = "ROLLMILL_"
 
@@ -25,6 +26,11 @@ class Settings(BaseSettings):
     """postgresql://user:password@host:port/name; None = the embedded server of the one-machine stack."""
     broker_url: str | None = None
     """amqp:// (RabbitMQ) or redis:// (valkey); None = the embedded broker of the one-machine stack."""
+    broker_queues: QueueKind = QueueKind.CLASSIC
+    """RabbitMQ only: `classic` for one node, `quorum` for a cluster. `rollmill broker queues --recreate` changes it."""
+    broker_consumer_timeout_s: float | None = Field(default=None, gt=0)
+    """How long RabbitMQ lets a worker hold a message. Before version 3.12: what rabbitmq.conf says, as nobody can ask
+    for it, None = unknown; from then on it is an argument of the queues, None = a day."""
     data_dir: Path = Path(".rollmill")
     """Weights, checkpoints, sandboxes, logs; the embedded database too. Shared by the fleets and the trainer."""
     lease_s: float = Field(default=15.0, gt=0)
@@ -35,8 +41,18 @@ class Settings(BaseSettings):
     """An unclaimed episode is announced on its queue again after this; longer than a usual wait in the queue."""
     reap_every_s: float = Field(default=1.0, gt=0)
     feed_every_s: float = Field(default=0.1, gt=0)
+    max_episodes_in_flight: int | None = Field(default=None, ge=1)
+    """Episodes that all runs together may have in flight, which is not final; the feeder shares them out by the runs'
+    weights. Runs with a weight may have one group each even if that is more. None = no common bound."""
     max_attempts: int = Field(default=5, ge=1)
     """Attempts of an episode, before it is FAILED."""
+    retry_backoff_s: float = Field(default=1.0, ge=0)
+    """How long an episode waits after its second failure of infrastructure, twice as long after each further one.
+    After the first it is tried again at once."""
+    retry_backoff_max_s: float = Field(default=60.0, ge=0)
+    """The longest such wait."""
+    stage_grace_s: float = Field(default=5.0, gt=0)
+    """How long work that was told to stop may take to end, before it is given up."""
     engine_wait_s: float = Field(default=90.0, gt=0)
     """How long a turn waits for an engine with a fresh enough version, before the attempt fails."""
     keeper_poll_s: float = Field(default=1.0, gt=0)

@@ -40,6 +40,8 @@ class BrokerServer:
     """redis://:password@127.0.0.1:port/0 or amqp://user:password@127.0.0.1:port//"""
     api_url: str | None
     """HTTP API with the queues' lengths, user and password inside; None = the broker has none."""
+    consumer_timeout_s: float | None
+    """How long it lets a worker hold a message; None = for ever."""
     helpers: tuple[ProcessSpec, ...]
     """To be ready before the process is started."""
     process: ProcessSpec
@@ -62,7 +64,8 @@ def prepare_valkey(folder: DataFolder) -> BrokerServer:
         argv=(str(_find_valkey()), str(config)),
         ready=answers(port, send=f"AUTH {password}\r\nPING\r\n".encode(), expect=b"+OK\r\n+PONG\r\n"),
     )
-    return BrokerServer(url=f"redis://:{password}@{HOST}:{port}/0", api_url=None, helpers=(), process=process)
+    url = f"redis://:{password}@{HOST}:{port}/0"
+    return BrokerServer(url=url, api_url=None, consumer_timeout_s=None, helpers=(), process=process)
 
 
 def _find_valkey() -> Path:

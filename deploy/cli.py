@@ -15,7 +15,8 @@ from common.config import RunConfig, load_run_config
 from common.dataset import read_lines
 from common.errors import RollmillError, SetupError
 from deploy.broker import BrokerKind
-from deploy.control import cancel, run_app
+from deploy.broker_commands import broker_app
+from deploy.control import cancel, run_app, submit
 from deploy.demo import DemoHandler, demo_config
 from deploy.engine import EngineKind
 from deploy.engine_commands import engine_app
@@ -35,6 +36,7 @@ app = typer.Typer(
 db_app = typer.Typer(no_args_is_help=True, help="The database's own matters: who may do what in it.")
 app.add_typer(db_app, name="db")
 app.add_typer(engine_app, name="engine")
+app.add_typer(broker_app, name="broker")
 
 Broker = Annotated[
     BrokerKind,
@@ -133,6 +135,7 @@ def status(data_dir: DataDir = None) -> None:
 
 
 app.add_typer(run_app, name="run")
+app.command(epilog="[bold]rollmill submit my-run more-tasks.jsonl[/]")(submit)
 app.command(
     epilog="[bold]rollmill cancel --episode 17 --episode 18[/]   ·   [bold]rollmill cancel --group 5[/]   ·   "
     '[bold]rollmill cancel --run my-run --why "the tool was down"[/]'

@@ -1,12 +1,15 @@
-"""The commands that end or hold up work: `rollmill cancel` and `rollmill run`. Each is one transaction."""
+"""The commands that steer work: `rollmill submit`, `rollmill cancel`, `rollmill run`. Each is one transaction."""
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
 
+from common.dataset import content_key, read_lines
+from common.episode import RunState
 from common.errors import SetupError
 from deploy.options import DataDir, settings_for
 
@@ -17,7 +20,7 @@ NOTHING_TO_CANCEL = 1
 """Exit code when all that was named had ended before."""
 MAX_ID = 2**63 - 1
 
-run_app = typer.Typer(no_args_is_help=True, help="List, pause, resume and stop runs.")
+run_app = typer.Typer(no_args_is_help=True, help="List, pause, resume and stop runs, and share the fleet out.")
 
 Episodes = Annotated[
     list[int] | None, typer.Option("--episode", min=1, max=MAX_ID, help="Id of an episode; may be repeated.")
@@ -77,6 +80,60 @@ def stop(run: RunName, why: Why = "the run was stopped", data_dir: DataDir = Non
     _say(f"run {run} is stopped: {ended}; {stopped.num_groups_dropped:,} groups dropped")
 
 
+@run_app.command(
+    epilog="[bold]rollmill run share[/]   ·   [bold]rollmill run share my-run --weight 2 --max-episodes none[/]"
+)
+def share(
+    run: Annotated[str | None, typer.Argument(help="The run's name.", show_default="a table of all")] = None,
+    weight: Annotated[float | None, typer.Option(help="Its part beside the others'; 0 = what they leave.")] = None,
+    max_episodes: Annotated[str | None, typer.Option(help="Its episodes in flight: a number, or none.")] = None,
+    max_sandboxes: Annotated[str | None, typer.Option(help="Its sandboxes in flight: a number, or none.")] = None,
+    data_dir: DataDir = None,
+) -> None:
+    """Set a run's weight and limits while it goes on; without options, show those of all runs that are not over.
+
+    Shares are of ROLLMILL_MAX_EPISODES_IN_FLIGHT, which must be set here as it is for the feeder.
+    """
+    settings = settings_for(data_dir)
+    from deploy.access import open_database
+    from deploy.sharing import change_share, check_named, parse_limit, share_line, share_table
+
+    given: dict[str, object] = {} if weight is None else {"weight": weight}
+    if max_episodes is not None:
+        given["max_episodes_in_flight"] = parse_limit("--max-episodes", max_episodes)
+    if max_sandboxes is not None:
+        given["max_sandboxes"] = parse_limit("--max-sandboxes", max_sandboxes)
+    if given and run is None:
+        raise SetupError("say which run's share to change: rollmill run share NAME")
+    with open_database(settings) as database:
+        if run is not None and given:
+            _say(share_line(run, change_share(database, run, given)))
+        else:
+            check_named(database, run)
+            Console().print(share_table(database, capacity=settings.max_episodes_in_flight))
+
+
+def submit(
+    run: RunName,
+    tasks: Annotated[Path, typer.Argument(help="JSON lines, one task a line; `id` names it, or its contents do.")],
+    data_dir: DataDir = None,
+) -> None:
+    """Hand tasks to a run that goes on: they are played before the rest of its own task set, as there is room.
+
+    Each becomes a group like any other, and is trained. The same task handed in twice is played once.
+    """
+    settings = settings_for(data_dir)
+    given = [(str(payload.get("id", content_key(payload))), payload) for _, payload in read_lines(tasks)]
+    from common.db import submissions
+    from deploy.access import open_database
+
+    with open_database(settings) as database, database.begin() as conn:
+        done = submissions.submit(conn, run, given)
+    known = f", {done.num_known:,} known from before" if done.num_known else ""
+    paused = "; the run is paused" if done.run_state is RunState.PAUSED else ""
+    _say(f"run {run}: {_tasks(done.num_new)} submitted{known}; {_tasks(done.num_waiting)} waiting for room{paused}")
+
+
 def cancel(
     episode: Episodes = None,
     group: Groups = None,
@@ -115,6 +172,10 @@ def cancelled_line(done: Cancelled) -> str:
     if done.num_at_work:
         line += f", work on {done.num_at_work:,} of them stops within seconds"
     return f"{line}; {sum(done.already_final.values()):,} had ended before ({ended})" if ended else line
+
+
+def _tasks(num: int) -> str:
+    return f"{num:,} task" if num == 1 else f"{num:,} tasks"
 
 
 def _episodes(num: int) -> str:

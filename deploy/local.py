@@ -14,11 +14,13 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
+from common.broker import is_rabbitmq
 from common.db.session import Database
 from common.episode import Stage
 from common.errors import SetupError
 from common.settings import Settings
 from deploy.broker import BrokerKind, BrokerServer, check_broker, prepare_valkey
+from deploy.broker_queues import replace_queues
 from deploy.engine import EngineKind, engine_spec
 from deploy.folder import DataFolder, free_bytes, write_private
 from deploy.ports import HOST, kept_port, require_free
@@ -42,6 +44,8 @@ class StackAddresses:
     broker_api_url: str | None
     """HTTP API of the broker; None = it has none, or the broker is not ours."""
     engine_url: str
+    consumer_timeout_s: float | None = None
+    """How long the broker lets a worker hold a message; None = for ever, or the settings say."""
 
     def to_json(self) -> str:
         return json.dumps(asdict(self))
@@ -141,11 +145,15 @@ class LocalStack:
             Database.connect(database_url).dispose()
         if self._settings.broker_url:
             check_broker(self._settings.broker_url)
+        if broker is not None and is_rabbitmq(broker.url):
+            # They may be of another kind since the last start.
+            replace_queues(self._settings.model_copy(update={"broker_url": broker.url}))
         return StackAddresses(
             database_url=database_url,
             broker_url=self._settings.broker_url or (broker.url if broker else ""),
             broker_api_url=broker.api_url if broker else None,
             engine_url=f"http://{HOST}:{engine_port}",
+            consumer_timeout_s=broker.consumer_timeout_s if broker else None,
         )
 
     def _engine_port(self) -> int:
@@ -176,6 +184,8 @@ def work_specs(addresses: StackAddresses, *, plan: StackPlan, data_dir: Path) ->
         "OMP_NUM_THREADS": "1",
         "PYTHONUNBUFFERED": "1",
     }
+    if addresses.consumer_timeout_s is not None:
+        env["ROLLMILL_BROKER_CONSUMER_TIMEOUT_S"] = f"{addresses.consumer_timeout_s:g}"
 
     def python(name: str, *arguments: str, **treatment: Any) -> ProcessSpec:
         return ProcessSpec(name=name, argv=(sys.executable, "-m", *arguments), env=env, **treatment)

@@ -17,8 +17,10 @@ from deploy.process import ProcessSpec
 USER = "rollmill"
 SERVER = Path("/usr/lib/rabbitmq/bin/rabbitmq-server")
 """Not the one on PATH, which is a wrapper that refuses all users but root and rabbitmq."""
+CONTROL = SERVER.with_name("rabbitmqctl")
 CONSUMER_TIMEOUT_MS = 86_400_000
 """A message stays unacknowledged as long as its episode lasts; at the default of 30 min the node ends the worker."""
+PORTS = ("amqp", "api", "node", "names")
 SHUTDOWN_MS = 1000
 """The node's data is safe within milliseconds of SIGTERM, but its Erlang machine then idles for 7 s."""
 AMQP_HEADER = b"AMQP\x00\x00\x09\x01"
@@ -36,7 +38,7 @@ def prepare_rabbitmq(folder: DataFolder) -> BrokerServer:
     home = folder.path / "rabbitmq"
     for part in (home, home / "home", home / "mnesia", home / "log"):
         part.mkdir(mode=0o700, exist_ok=True)
-    ports = {name: kept_port(home / f"{name}.port") for name in ("amqp", "api", "node", "names")}
+    ports = {name: kept_port(home / f"{name}.port") for name in PORTS}
     password = kept_password(home / "password")
     _configure(home, password=password, ports=ports)
     names = ProcessSpec(
@@ -56,9 +58,19 @@ def prepare_rabbitmq(folder: DataFolder) -> BrokerServer:
     return BrokerServer(
         url=f"amqp://{USER}:{password}@{HOST}:{ports['amqp']}//",
         api_url=f"http://{USER}:{password}@{HOST}:{ports['api']}/api/",
+        consumer_timeout_s=CONSUMER_TIMEOUT_MS / 1000,
         helpers=(names,),
         process=node,
     )
+
+
+def running_environment(data_dir: Path) -> dict[str, str] | None:
+    """What RabbitMQ's own commands need to find the private node of a data folder; None = it has none."""
+    home = data_dir.absolute() / "rabbitmq"
+    try:
+        return _environment(home, {name: int((home / f"{name}.port").read_text()) for name in PORTS})
+    except (OSError, ValueError):
+        return None
 
 
 def _configure(home: Path, *, password: str, ports: dict[str, int]) -> None:

@@ -20,13 +20,19 @@ def make_roles(database: Database, *, prefix: str, passwords_file: Path) -> list
     The file is written first: a role never has a password that nobody knows.
     """
     users = {role: user_of(role, prefix=prefix) for role in Role}
-    known = read_passwords(passwords_file)
-    missing = {user: secrets.token_hex(16) for user in users.values() if user not in known}
-    if missing:
-        known |= missing
-        _write(passwords_file, known)
+    known = keep_passwords(list(users.values()), passwords_file)
     with database.begin() as conn:
         return grant_roles(conn, prefix=prefix, passwords={role: known[user] for role, user in users.items()})
+
+
+def keep_passwords(users: Sequence[str], file: Path) -> dict[str, str]:
+    """The passwords of the file; those of these users that are missing are made up and added to it."""
+    known = read_passwords(file)
+    missing = {user: secrets.token_hex(16) for user in users if user not in known}
+    if missing:
+        known |= missing
+        _write(file, known)
+    return known
 
 
 def read_passwords(file: Path) -> dict[str, str]:

@@ -44,9 +44,15 @@ def postgres_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 
 
 @pytest.fixture(scope="session")
-def rabbitmq_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+def rabbitmq_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The data folder of the private RabbitMQ node."""
+    return tmp_path_factory.mktemp("rabbitmq")
+
+
+@pytest.fixture(scope="session")
+def rabbitmq_url(rabbitmq_folder: Path) -> Iterator[str]:
     """A private RabbitMQ node."""
-    with server("rabbitmq", tmp_path_factory.mktemp("rabbitmq")) as url:
+    with server("rabbitmq", rabbitmq_folder) as url:
         yield url
 
 

@@ -77,9 +77,18 @@ def _open_or_take(database: Database, run: Run, *, version: int) -> Step | None:
             version_in=version,
             num_groups=train.groups_per_step,
             max_staleness=train.max_staleness,
+            max_refills=train.max_refills,
         )
     for reason, count in take.dropped.items():
         logger.warning("dropped groups run=%d version=%d reason=%s count=%d", run.id, version, reason, count)
+    if take.num_zero_variance:
+        logger.warning(
+            "training groups without variance run=%d version=%d count=%d: train.max_refills_per_step = %d are dropped",
+            run.id,
+            version,
+            take.num_zero_variance,
+            train.max_refills,
+        )
     return take.step
 
 

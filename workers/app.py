@@ -1,4 +1,9 @@
-"""The Celery application: three queues, JSON ids only. `workers.fleet` serves a stage of it; Flower watches it."""
+"""The Celery application: three queues, JSON ids only. `workers.fleet` serves a stage of it; Flower watches it.
+
+A process has as many messages in hand as it works on episodes at once, and no more: with a prefetch multiplier of 1 the
+prefetch is the pool's concurrency (`CONCURRENCY`), and late acknowledgement counts the episodes at work. So no message
+waits in one process while another has room, and what a killed process held goes to the others at once.
+"""
 
 from __future__ import annotations
 
@@ -7,8 +12,9 @@ from typing import Any
 from celery import Celery
 from kombu import Exchange, Queue
 
+from common.broker import is_rabbitmq, stage_queues
 from common.episode import Stage
-from common.queues import EXCHANGE
+from common.queues import EXCHANGE_OF
 from common.settings import Settings, settings
 
 A_DAY_S = 86_400
@@ -17,7 +23,6 @@ A_DAY_S = 86_400
 def celery_config(given: Settings) -> dict[str, Any]:
     """Celery's settings. Messages are durable, acknowledged late, and carry no payload."""
     broker_url = given.require_broker_url()
-    exchange = Exchange(EXCHANGE, type="direct", durable=True)
     return {
         "broker_url": broker_url,
         "broker_connection_retry_on_startup": True,
@@ -26,9 +31,9 @@ def celery_config(given: Settings) -> dict[str, Any]:
         "broker_heartbeat": 30,
         # Redis hands an unacknowledged message out again after this; the reaper is faster and knows more.
         "broker_transport_options": {"visibility_timeout": A_DAY_S} if broker_url.startswith("redis") else {},
-        "task_queues": [Queue(stage.value, exchange, routing_key=stage.value, durable=True) for stage in Stage],
+        "task_queues": stage_queues(given, version=()) if is_rabbitmq(broker_url) else _plain_queues(),
         "task_default_queue": Stage.INIT.value,
-        "task_default_exchange": EXCHANGE,
+        "task_default_exchange": EXCHANGE_OF[Stage.INIT],
         "task_default_routing_key": Stage.INIT.value,
         "task_create_missing_queues": False,
         "task_serializer": "json",
@@ -37,11 +42,17 @@ def celery_config(given: Settings) -> dict[str, Any]:
         "task_acks_late": True,
         "task_reject_on_worker_lost": True,
         "worker_prefetch_multiplier": 1,
-        "worker_send_task_events": True,
+        "worker_consumer": "workers.consumer:StageConsumer",
+        # Flower turns them on, when somebody watches: three more messages a task.
+        "worker_send_task_events": False,
         "worker_cancel_long_running_tasks_on_connection_loss": False,
         "worker_hijack_root_logger": False,
         "timezone": "UTC",
     }
+
+
+def _plain_queues() -> list[Queue]:
+    return [Queue(stage.value, Exchange(EXCHANGE_OF[stage], type="direct"), routing_key=stage.value) for stage in Stage]
 
 
 app = Celery("rollmill")

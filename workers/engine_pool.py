@@ -18,7 +18,7 @@ from common.db.episodes import Claim
 from common.episode import EngineState, FinishReason, Sampled
 from common.errors import EpisodeError
 from common.outcomes import Outcome
-from workers.agent import Generated
+from workers.agent import Generated, OutOfTime
 from workers.engine_client import EngineClient
 from workers.engine_errors import EngineUnavailable
 
@@ -110,13 +110,20 @@ class EnginePool:
         self._readings: dict[int, _Reading] = {}
 
     async def generate(
-        self, claim: Claim, prompt_ids: Sequence[int], *, request_id: str, stop_ids: tuple[int, ...]
+        self,
+        claim: Claim,
+        prompt_ids: Sequence[int],
+        *,
+        request_id: str,
+        stop_ids: tuple[int, ...],
+        limit_s: float | None = None,
     ) -> Generated:
         """What was sampled, the engine that finished it, and the time that requests took, waiting left out.
 
         A failed engine costs nothing but time: the request goes to another one. An aborted request goes on where it
         stopped, and never gets more than max_tokens_per_turn ids in all. `request_id` must be unique among all
-        workers. Raises EpisodeError(ENGINE_LOST) when no engine took it for `wait_s`, and what the client raises.
+        workers. Raises EpisodeError(ENGINE_LOST) when no engine took it for `wait_s`, OutOfTime when requests took
+        more than `limit_s` (None = no limit), and what the client raises.
         """
         budget = claim.config.rollout.max_tokens_per_turn
         turn = _Turn(
@@ -130,7 +137,10 @@ class EnginePool:
             url = await self._wait_for_engine(turn, deadline, why)
             asked = self._clock()
             try:
-                part = await self._ask(url, turn, so_far, number)
+                async with asyncio.timeout(None if limit_s is None else limit_s - busy_s):
+                    part = await self._ask(url, turn, so_far, number)
+            except TimeoutError:
+                raise OutOfTime(f"engine {url} had not answered when the agent's time was used up") from None
             except EngineUnavailable as error:
                 self._failed(url)
                 why = str(error)

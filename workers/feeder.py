@@ -1,7 +1,8 @@
 """The feeder: `python -m workers.feeder`. Keeps each run's room full with new groups; INIT takes their episodes.
 
-Waits for: room under the staleness bound, which a version makes when it is live on the engines. Looks again every
-`feed_every_s`. Any number may run: the run's row is locked while one of them feeds it.
+Waits for: room under the staleness bound, which a version makes when it is live on the engines, and room in the run's
+share, which its own and the others' episodes make when they end. Looks again every `feed_every_s`. Any number may run:
+the runs' rows are locked while one of them feeds.
 """
 
 from __future__ import annotations
@@ -13,21 +14,23 @@ import logging
 import random
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from pydantic import JsonValue
 
 from common.config import RunConfig
 from common.dataset import read_lines
-from common.db import engines, groups, runs, tasks
+from common.db import groups, runs, sharing, submissions, tasks
 from common.db.episodes import Wakeup
 from common.db.runs import DataCursor, Run
 from common.db.session import Database
 from common.errors import EpisodeError, SetupError, boundary
 from common.outcomes import Outcome
+from common.sharing import new_groups
 from workers.app import app
 from workers.handlers.registry import load_handler
 from workers.publishing import publisher
+from workers.render.of_run import renderer_of
 from workers.service import serve
 
 logger = logging.getLogger(__name__)
@@ -37,11 +40,21 @@ LOOK_AGAIN_S = 5.0
 
 
 class Feeder:
-    """Feeds every active run."""
+    """Feeds every active run, each up to its share of what all may have in flight."""
 
-    def __init__(self, database: Database, publish: Callable[[Sequence[Wakeup]], None]) -> None:
+    def __init__(
+        self,
+        database: Database,
+        publish: Callable[[Sequence[Wakeup]], None],
+        *,
+        max_episodes_in_flight: int | None = None,
+        prove: Callable[[RunConfig], object] = lambda _: None,
+    ) -> None:
+        """`prove` raises SetupError for a run that could not be played, before any episode of it is made."""
         self._database = database
         self._publish = publish
+        self._capacity = max_episodes_in_flight
+        self._prove = prove
         self._task_ids: dict[int, list[int]] = {}
         self._troubles: dict[int, str | None] = {}
         self._look_again_at: dict[int, float] = {}
@@ -53,35 +66,57 @@ class Feeder:
         """
         with self._database.begin() as conn:
             active = runs.active(conn)
-        return sum(self._feed(run) for run in active)
-
-    def _feed(self, run: Run) -> int:
-        if time.monotonic() < self._look_again_at.get(run.id, 0.0):
+        task_ids = {run.id: ids for run in active if (ids := self._look_up_tasks(run)) is not None}
+        if not task_ids:
             return 0
+        num_groups = 0
+        for run, wakeups in self._feed(task_ids):
+            num = len(wakeups) // run.config.episodes_per_group
+            logger.info("fed run=%s groups=%d episodes=%d", run.name, num, len(wakeups))
+            self._publish(wakeups)
+            num_groups += num
+        return num_groups
+
+    def _look_up_tasks(self, run: Run) -> list[int] | None:
+        """Ids of the run's tasks; None = it cannot be fed now."""
+        if time.monotonic() < self._look_again_at.get(run.id, 0.0):
+            return None
         try:
             task_ids = self._tasks_of(run)
         except (SetupError, EpisodeError) as error:
             self._look_again_at[run.id] = time.monotonic() + LOOK_AGAIN_S
             self._say(run, str(error))
-            return 0
+            return None
         self._say(run, None)
+        return task_ids
+
+    def _feed(self, task_ids: Mapping[int, list[int]]) -> list[tuple[Run, list[Wakeup]]]:
+        """The messages of each run that gets groups.
+
+        All runs in one transaction: while it lasts no other feeder counts what is in flight, or both would fill it.
+        Groups and cursor move together, so whenever a feeder dies, no task is skipped and none repeated.
+        """
+        fed = []
         with self._database.begin() as conn:
-            cursor = runs.lock_cursor(conn, run.id)
-            live_version = engines.live_version(conn, run.id)
-            if cursor is None or live_version is None:
-                return 0
-            room = min(
-                run.config.groups_in_flight - groups.num_in_flight(conn, run.id, live_version=live_version),
-                run.config.num_groups - groups.num_not_dropped(conn, run.id),
-            )
-            if room <= 0:
-                return 0
-            chosen, cursor = next_tasks(task_ids, cursor, num=room, seed=run.config.seed)
-            wakeups = groups.create(conn, run_id=run.id, task_ids=chosen, size=run.config.rollout.group_size)
-            runs.move_cursor(conn, run.id, cursor)
-        logger.info("fed run=%s groups=%d live_version=%d", run.name, room, live_version)
-        self._publish(wakeups)
-        return room
+            cursors = {run_id: runs.lock_cursor(conn, run_id) for run_id in sorted(task_ids)}
+            loads = sharing.loads(conn)
+            demands = [sharing.demand(conn, load, fed=cursors.get(load.run.id) is not None) for load in loads]
+            for load, num in zip(loads, new_groups(self._capacity, demands), strict=True):
+                run, cursor = load.run, cursors.get(load.run.id)
+                if not num or cursor is None:
+                    continue
+                submitted = submissions.take(conn, run.id, limit=num)
+                chosen, cursor = next_tasks(task_ids[run.id], cursor, num=num - len(submitted), seed=run.config.seed)
+                wakeups = groups.create(
+                    conn,
+                    run_id=run.id,
+                    task_ids=[*submitted, *chosen],
+                    size=run.config.episodes_per_group,
+                    wanted=run.config.wanted,
+                )
+                runs.move_cursor(conn, run.id, cursor)
+                fed.append((run, wakeups))
+        return fed
 
     def _say(self, run: Run, trouble: str | None) -> None:
         if run.id in self._troubles and self._troubles[run.id] == trouble:
@@ -94,6 +129,7 @@ class Feeder:
 
     def _tasks_of(self, run: Run) -> list[int]:
         if run.id not in self._task_ids:
+            self._prove(run.config)
             given = read_tasks(run.config)
             dataset = dataset_of(run.config, given)
             with self._database.begin() as conn:
@@ -152,7 +188,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     argparse.ArgumentParser(prog="python -m workers.feeder", description=__doc__).parse_args(argv)
     return serve(
         "feeder",
-        lambda database, _: Feeder(database, publisher(app)).round,
+        lambda database, given: (
+            Feeder(
+                database, publisher(app), max_episodes_in_flight=given.max_episodes_in_flight, prove=renderer_of
+            ).round
+        ),
         every_s=lambda given: given.feed_every_s,
     )
 

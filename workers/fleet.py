@@ -10,20 +10,21 @@ import socket
 import sys
 import threading
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from functools import lru_cache
-from pathlib import Path
+from concurrent.futures import Future
+from functools import lru_cache, partial
 
 from celery.signals import worker_shutdown, worker_shutting_down
 
+from common.broker import Version
 from common.db import engines
 from common.db.session import WORKER_WAIT_S, Database, check_schema
 from common.episode import Stage
 from common.errors import SetupError
 from common.log import setup_logging
-from common.queues import TASK_OF
+from common.queues import CONCURRENCY, TASK_OF
 from common.settings import Settings, settings
 from workers.app import app
+from workers.broker import check_held, prepare_broker
 from workers.engine_client import EngineClient
 from workers.engine_pool import EnginePool
 from workers.eval import Eval
@@ -32,29 +33,39 @@ from workers.handlers.registry import load_handler
 from workers.init import Init
 from workers.leases import Leases
 from workers.publishing import publisher
-from workers.render import Renderer
+from workers.render.of_run import renderer_of
 from workers.run import Run
 from workers.run_loop import RunLoop
 from workers.sandbox import open_backend
 from workers.stage import StageWorker, Work
+from workers.stage_threads import StageThreads
 from workers.weight_announcements import AnnouncementListener
 from workers.weight_keeper import WeightKeeper
 
 logger = logging.getLogger(__name__)
 
-CONCURRENCY = {Stage.INIT: 16, Stage.RUN: 256, Stage.EVAL: 8}
-"""Episodes that one process works on at once. RUN's share one asyncio loop and mostly wait for tokens."""
+LOOP_TIMEOUT_S = 5.0
+"""How long RUN's event loop may take to answer, before it counts as blocked."""
+END_TIMEOUT_S = 25.0
+"""How long a process that is worn out may take to hand its claims back and end."""
 
 handler_named: Callable[[str], Handler] = lru_cache(maxsize=64)(load_handler)
-renderer_of: Callable[[Path], Renderer] = lru_cache(maxsize=8)(Renderer.from_folder)
 
 
 class FleetProcess:
     """What one process has: connections, leases, its stage's worker."""
 
-    def __init__(self, stage: Stage, given: Settings) -> None:
-        self.database = Database.connect(given.require_database_url(), pool_size=8, wait_s=WORKER_WAIT_S)
+    def __init__(self, stage: Stage, given: Settings, *, concurrency: int, rabbitmq: Version | None) -> None:
+        """`rabbitmq` is the broker's version; None = it is another kind of broker."""
+        self.worn_out = False
+        """Whether it ends itself, so that it is started anew."""
+        self._max_given_up = max(1, concurrency // 2)
+        self._loop: RunLoop | None = None
+        """RUN's; None = another stage."""
+        self.database = Database.connect(given.require_database_url(), pool_size=16, wait_s=WORKER_WAIT_S)
         check_schema(self.database)
+        if rabbitmq is not None:
+            check_held(stage, self.database, given, rabbitmq)
         self._settings = given
         self._name = f"{stage}@{socket.gethostname()}:{os.getpid()}"
         self._close: list[Callable[[], object]] = []
@@ -67,19 +78,19 @@ class FleetProcess:
             settings=given,
             worker=self._name,
             publish=publisher(app),
+            given_up=self._wear_out,
         )
 
     def _in_threads(self, stage: Stage) -> Work:
-        executor = ThreadPoolExecutor(CONCURRENCY[stage], thread_name_prefix=stage)
-        self._close.append(executor.shutdown)
+        threads = StageThreads(stage)
         if stage is Stage.INIT:
             init = Init(self.database, handler=handler_named, backend=open_backend(self._settings.data_dir))
-            return lambda claim: executor.submit(init, claim)
-        evaluate = Eval(self.database, handler=handler_named)
-        return lambda claim: executor.submit(evaluate, claim)
+            return lambda claim: threads.submit(partial(init, claim))
+        evaluate = Eval(handler=handler_named)
+        return lambda claim: threads.submit(partial(evaluate, claim))
 
     def _run(self) -> Work:
-        loop = RunLoop()
+        loop = self._loop = RunLoop()
         client = EngineClient(timeout_s=self._settings.request_timeout_s)
         pool = EnginePool(client, self._engines_of, wait_s=self._settings.engine_wait_s)
         keeper = WeightKeeper(self.database, client, owner=self._name, poll_s=self._settings.keeper_poll_s)
@@ -96,11 +107,28 @@ class FleetProcess:
             renderer=renderer_of,
             backend=open_backend(self._settings.data_dir),
         )
-        return lambda claim: loop.submit(stage(claim))
+        return lambda claim: loop.work(stage(claim))
 
     def _engines_of(self, run_id: int) -> list[engines.EngineRow]:
         with self.database.begin() as conn:
             return engines.serving(conn, run_id)
+
+    def _wear_out(self, num_given_up: int) -> None:
+        """Work that does not end keeps its memory, its locks and its share of the processor for ever."""
+        blocked = self._loop is not None and not self._loop.answers(within_s=LOOP_TIMEOUT_S)
+        if self.worn_out or (num_given_up < self._max_given_up and not blocked):
+            return
+        self.worn_out = True
+        logger.critical(
+            "%d works hang in this process%s: it hands its claims back and ends, so that it is started anew",
+            num_given_up,
+            " and its event loop is blocked" if blocked else "",
+        )
+        os.kill(os.getpid(), signal.SIGTERM)
+        # What hangs may keep the process from its orderly end, too.
+        last = threading.Timer(END_TIMEOUT_S, os.kill, (os.getpid(), signal.SIGKILL))
+        last.daemon = True
+        last.start()
 
     def close(self) -> None:
         """End threads and connections; the work has been handed back before."""
@@ -123,14 +151,18 @@ def _end_process_on_error(keeping: Future[None]) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
 
 
-def serve(stage: Stage, *, concurrency: int) -> None:
-    """Serve a stage's queue until SIGTERM; claims are then handed back, so that the end takes seconds."""
+def serve(stage: Stage, *, concurrency: int) -> int:
+    """Serve a stage's queue until SIGTERM; claims are then handed back, so that the end takes seconds.
+
+    Returns the exit code: 1 = the process had to end because of work that hangs.
+    """
     given = settings()
     setup_logging(given.log_level)
     for name in ("celery.worker.strategy", "celery.app.trace"):
         # Two lines a message, which the stage's own line says better.
         logging.getLogger(name).setLevel(logging.WARNING)
-    process = FleetProcess(stage, given)
+    rabbitmq = prepare_broker(app, given, own=stage)
+    process = FleetProcess(stage, given, concurrency=concurrency, rabbitmq=rabbitmq)
 
     app.task(process.worker.perform, name=TASK_OF[stage])
     # Celery waits for running tasks before it ends, whatever the signal: they must be told to stop.
@@ -144,6 +176,7 @@ def serve(stage: Stage, *, concurrency: int) -> None:
             *("--without-mingle", "--without-gossip", "--loglevel", given.log_level),
         ]
     )
+    return int(process.worn_out)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -153,11 +186,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--concurrency", type=int, help="episodes at once in this process")
     arguments = parser.parse_args(argv)
     try:
-        serve(arguments.stage, concurrency=arguments.concurrency or CONCURRENCY[arguments.stage])
+        return serve(arguments.stage, concurrency=arguments.concurrency or CONCURRENCY[arguments.stage])
     except SetupError as error:
         sys.stderr.write(f"rollmill fleet {arguments.stage}: {error}\n")
         return 2
-    return 0
 
 
 if __name__ == "__main__":

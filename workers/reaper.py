@@ -11,8 +11,9 @@ import socket
 import sys
 from collections.abc import Callable, Sequence
 
-from common.db import episodes, sandboxes
+from common.db import episodes, retries, sandboxes
 from common.db.episodes import Wakeup
+from common.db.retries import Backoff
 from common.db.session import Database
 from common.errors import EpisodeError
 from common.settings import Settings
@@ -23,6 +24,9 @@ from workers.sandbox.protocol import Backend
 from workers.service import Round, serve
 
 logger = logging.getLogger(__name__)
+
+MANY = 1_000_000
+"""More episodes than ever wait at once: the staleness bound holds them down."""
 
 
 class Reaper:
@@ -35,27 +39,26 @@ class Reaper:
         self._settings = given
         self._backend = backend
         self._publish = publish
+        self._backoff = Backoff(first_s=given.retry_backoff_s, max_s=given.retry_backoff_max_s)
 
     def resend_all(self) -> None:
         """Announce every waiting episode at once: for a broker that starts empty."""
-        while wakeups := self._resend(after_s=0):
-            self._publish(wakeups)
+        with self._database.begin() as conn:
+            waiting = episodes.resend(conn, after_s=0, limit=MANY)
+        self._publish(waiting)
 
     def round(self) -> None:
         """One round. Raises DatabaseUnavailable; the next round does what this one did not."""
         with self._database.begin() as conn:
-            expired = episodes.reap(conn, max_attempts=self._settings.max_attempts)
+            expired = retries.reap(conn, max_attempts=self._settings.max_attempts, backoff=self._backoff)
         if expired:
             logger.warning("took back episodes=%d: their leases ran out", len(expired))
-        lost = self._resend(after_s=self._settings.resend_after_s)
+        with self._database.begin() as conn:
+            lost = episodes.resend(conn, after_s=self._settings.resend_after_s)
         if lost:
-            logger.info("announced again episodes=%d", len(lost))
+            logger.info("announced again, or after their wait, episodes=%d", len(lost))
         self._publish([*expired, *lost])
         self._sweep()
-
-    def _resend(self, *, after_s: float) -> list[Wakeup]:
-        with self._database.begin() as conn:
-            return episodes.resend(conn, after_s=after_s)
 
     def _sweep(self) -> None:
         with self._database.begin() as conn:

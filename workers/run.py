@@ -6,16 +6,16 @@ import asyncio
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Protocol
 
+from common.config import RunConfig
 from common.db import turns
 from common.db.episodes import Claim
 from common.db.session import Database
 from common.episode import EpisodeState, ToolCall, Turn
 from common.errors import boundary
 from common.outcomes import Outcome
-from workers.agent import Agent, Generated, Renderer
+from workers.agent import Agent, Generated, OutOfTime, Renderer
 from workers.handlers.base import Handler
 from workers.init import PreparedEpisode
 from workers.sandbox.protocol import Backend, SandboxSession
@@ -26,7 +26,13 @@ class Engines(Protocol):
     """Where turns are sampled; `workers.engine_pool.EnginePool` is one."""
 
     async def generate(
-        self, claim: Claim, prompt_ids: list[int], *, request_id: str, stop_ids: tuple[int, ...]
+        self,
+        claim: Claim,
+        prompt_ids: list[int],
+        *,
+        request_id: str,
+        stop_ids: tuple[int, ...],
+        limit_s: float,
     ) -> Generated: ...
 
 
@@ -44,8 +50,8 @@ class Run:
     engines: Engines
     handler: Callable[[str], Handler]
     """Handler by name."""
-    renderer: Callable[[Path], RunRenderer]
-    """Renderer of a model folder."""
+    renderer: Callable[[RunConfig], RunRenderer]
+    """Renderer of a run's model."""
     backend: Backend
 
     async def __call__(self, claim: Claim) -> Done:
@@ -60,8 +66,8 @@ class Run:
             save=playing.save,
             spent_s=lambda: playing.spent_s,
         )
-        outcome = await agent.play(prepared.messages, prepared.tools, stored)
-        return Done(to=EpisodeState.SAMPLED, why=outcome, outcome=outcome)
+        played = await agent.play(prepared.messages, prepared.tools, stored)
+        return Done(to=EpisodeState.SAMPLED, why=played.outcome, outcome=played.outcome, last_turn=played.last)
 
     def _load(self, claim: Claim) -> list[Turn]:
         with self.database.begin() as conn:
@@ -80,7 +86,7 @@ class _Playing:
         if prepared.sandbox is not None:
             with boundary(Outcome.SANDBOX_FAILED, f"sandbox {prepared.sandbox}"):
                 self._sandbox = stage.backend.attach(prepared.sandbox)
-        self.renderer = stage.renderer(claim.config.model)
+        self.renderer = stage.renderer(claim.config)
         self.spent_s = spent_s
         """Time in requests and tools; waiting for an engine is not the agent's."""
 
@@ -91,20 +97,31 @@ class _Playing:
             prompt_ids,
             request_id=f"{self._claim.token}-{self._num_requests}",
             stop_ids=self.renderer.stop_ids,
+            limit_s=self._left_s,
         )
         self.spent_s += generated.latency_ms / 1000
         return generated
 
     async def call_tool(self, call: ToolCall) -> str:
         started = time.monotonic()
+        limit = asyncio.timeout(self._left_s)
         try:
-            return await self._handler.call_tool(call, self._claim.payload, self._sandbox)
+            async with limit:
+                return await self._handler.call_tool(call, self._claim.payload, self._sandbox)
+        except TimeoutError:
+            if limit.expired():
+                raise OutOfTime(f"tool {call.name} was cut off after {self._left_s:g} s") from None
+            raise
         finally:
             self.spent_s += time.monotonic() - started
+
+    @property
+    def _left_s(self) -> float:
+        return self._claim.config.rollout.episode_timeout_s - self.spent_s
 
     async def save(self, turn: Turn) -> None:
         await asyncio.to_thread(self._save, turn)
 
     def _save(self, turn: Turn) -> None:
-        with self._stage.database.begin() as conn:
+        with self._stage.database.autocommit() as conn:
             turns.save(conn, self._claim, turn)

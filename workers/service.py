@@ -12,6 +12,8 @@ from common.db.session import WORKER_WAIT_S, Database, check_schema
 from common.errors import DatabaseUnavailable, SetupError
 from common.log import setup_logging
 from common.settings import Settings, settings
+from workers.app import app
+from workers.broker import prepare_broker
 
 logger = logging.getLogger(__name__)
 
@@ -28,6 +30,7 @@ def serve(name: str, make_round: Callable[[Database, Settings], Round], *, every
         setup_logging(given.log_level)
         database = Database.connect(given.require_database_url(), pool_size=2, wait_s=WORKER_WAIT_S)
         check_schema(database)
+        prepare_broker(app, given)
         do_round = make_round(database, given)
         while not stopped.wait(every_s(given)):
             try:

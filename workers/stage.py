@@ -8,19 +8,22 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable, Mapping
-from concurrent.futures import CancelledError, Future
+from concurrent.futures import CancelledError, Future, wait
 from dataclasses import dataclass
 from uuid import uuid4
 
+from common.budgets import budget_s
 from common.config import RunConfig
-from common.db import episodes
+from common.db import episodes, retries, turns
 from common.db.episodes import Claim, Wakeup
+from common.db.retries import Backoff
 from common.db.session import Database
-from common.episode import EpisodeState, Stage
+from common.episode import EpisodeState, Stage, Turn
 from common.errors import DatabaseUnavailable, EpisodeError, LeaseLost, RollmillError, boundary
 from common.outcomes import Outcome
 from common.settings import Settings
 from workers.leases import Leases
+from workers.stage_threads import StageTimeout
 
 logger = logging.getLogger(__name__)
 
@@ -36,6 +39,8 @@ class Done:
     outcome: Outcome | None = None
     reward: float | None = None
     reward_parts: Mapping[str, float] | None = None
+    last_turn: Turn | None = None
+    """In RUN, the turn that is stored together with the move; None = all are stored."""
 
 
 class Interrupted(RollmillError):
@@ -43,7 +48,7 @@ class Interrupted(RollmillError):
 
 
 Work = Callable[[Claim], "Future[Done]"]
-"""Starts a stage's work; cancelling the future stops it."""
+"""Starts a stage's work. Cancelling the future tells the work to stop; it is done when the work has ended."""
 
 
 class StageWorker:
@@ -59,7 +64,9 @@ class StageWorker:
         settings: Settings,
         worker: str,
         publish: Callable[[list[Wakeup]], None],
+        given_up: Callable[[int], object] = lambda num: None,
     ) -> None:
+        """`given_up` is called with the number of works that should have ended and still run in this process."""
         self._stage = stage
         self._work = work
         self._database = database
@@ -67,6 +74,9 @@ class StageWorker:
         self._settings = settings
         self._worker = worker
         self._publish = publish
+        self._given_up = given_up
+        self._stuck: list[Future[Done]] = []
+        self._stuck_lock = threading.Lock()
         self._configs: dict[int, RunConfig] = {}
         self._stopping = threading.Event()
 
@@ -88,7 +98,7 @@ class StageWorker:
         self._leases.stop_all()
 
     def _claim(self, wakeup: Wakeup) -> Claim | None:
-        with self._database.begin() as conn:
+        with self._database.autocommit() as conn:
             claim = episodes.claim(
                 conn,
                 wakeup,
@@ -105,8 +115,10 @@ class StageWorker:
         try:
             with boundary(Outcome.HANDLER_FAILED, f"{self._stage} of {claim.handler}"):
                 future = self._work(claim)
-                with self._leases.held(claim.token, future.cancel):
-                    return self._hand_on(claim, _result(future))
+                woken = threading.Event()
+                future.add_done_callback(lambda _: woken.set())
+                with self._leases.held(claim.token, woken.set):
+                    return self._hand_on(claim, self._result(claim, future, woken))
         except EpisodeError as error:
             logger.warning(
                 "stage failed stage=%s episode=%d attempt=%d %s", self._stage, claim.episode_id, claim.attempt, error
@@ -117,18 +129,60 @@ class StageWorker:
                 return self._give_back(claim)
             raise LeaseLost(f"episode {claim.episode_id}: somebody else has it now") from None
 
+    def _result(self, claim: Claim, future: Future[Done], woken: threading.Event) -> Done:
+        """Waits for the work's end, until its budget is used up. `woken` is set before that if the work must stop."""
+        limit_s = budget_s(self._stage, claim.config.rollout, self._settings)
+        in_time = self._stopping.is_set() or woken.wait(limit_s)
+        if not future.done():
+            ended = self._stop(claim, future)
+            if in_time:
+                raise Interrupted
+            if not ended or future.exception() is not None:
+                detail = f"{self._stage} of {claim.handler} did not end within {limit_s:g} s"
+                raise EpisodeError(Outcome.STAGE_TIMEOUT, detail)
+        try:
+            return future.result()
+        except (CancelledError, StageTimeout):
+            raise Interrupted from None
+
+    def _stop(self, claim: Claim, future: Future[Done]) -> bool:
+        """Tell the work to end, and give it up if it does not: without a claim it can write nothing. False = given up.
+
+        Waits for: the end of the work, for `stage_grace_s`.
+        """
+        future.cancel()
+        if wait([future], self._settings.stage_grace_s).done:
+            return True
+        with self._stuck_lock:
+            self._stuck = [*(stuck for stuck in self._stuck if not stuck.done()), future]
+            num_stuck = len(self._stuck)
+        logger.error(
+            "given up, since it does not end when told to stage=%s episode=%d attempt=%d handler=%s given_up=%d",
+            self._stage,
+            claim.episode_id,
+            claim.attempt,
+            claim.handler,
+            num_stuck,
+        )
+        self._given_up(num_stuck)
+        return False
+
     def _hand_on(self, claim: Claim, done: Done) -> list[Wakeup]:
-        with self._database.begin() as conn:
-            wakeup = episodes.move(
-                conn,
-                claim,
-                done.to,
-                why=done.why,
-                prepared=done.prepared,
-                outcome=done.outcome,
-                reward=done.reward,
-                reward_parts=done.reward_parts,
-            )
+        many = episodes.leaves_stragglers(claim, done.to)
+        with self._database.begin() if many else self._database.autocommit() as conn:
+            if done.last_turn is not None and done.outcome is not None:
+                wakeup: Wakeup | None = turns.save_last(conn, claim, done.last_turn, outcome=done.outcome)
+            else:
+                wakeup = episodes.move(
+                    conn,
+                    claim,
+                    done.to,
+                    why=done.why,
+                    prepared=done.prepared,
+                    outcome=done.outcome,
+                    reward=done.reward,
+                    reward_parts=done.reward_parts,
+                )
         logger.info("stage=%s run=%d episode=%d %s", self._stage, claim.run_id, claim.episode_id, done.why)
         return [wakeup] if wakeup else []
 
@@ -136,23 +190,17 @@ class StageWorker:
         # An episode with a sandbox starts over: a half-done command may have changed it.
         afresh = claim.stage is not Stage.EVAL and (claim.prepared or {}).get("sandbox") is not None
         with self._database.begin() as conn:
-            wakeup = episodes.retry(
+            wakeup = retries.retry(
                 conn,
                 claim,
                 outcome=error.outcome,
                 detail=error.detail,
                 afresh=afresh or claim.stage is Stage.INIT,
                 max_attempts=self._settings.max_attempts,
+                backoff=Backoff(first_s=self._settings.retry_backoff_s, max_s=self._settings.retry_backoff_max_s),
             )
         return [wakeup] if wakeup else []
 
     def _give_back(self, claim: Claim) -> list[Wakeup]:
         with self._database.begin() as conn:
-            return episodes.release(conn, [claim.token], why="the worker is shutting down")
-
-
-def _result(future: Future[Done]) -> Done:
-    try:
-        return future.result()
-    except CancelledError:
-        raise Interrupted from None
+            return retries.release(conn, [claim.token], why="the worker is shutting down")

@@ -1,6 +1,6 @@
 """Reads an assistant turn in the Hermes form: free text and `<tool_call>{json}</tool_call>` blocks.
 
-The agent loop runs the calls; a turn with an error ends its episode as a format error.
+The agent loop runs the calls; a turn with an error ends its episode or is answered, as the run's configuration says.
 """
 
 from __future__ import annotations
@@ -56,16 +56,17 @@ def parse_turn(text: str) -> ParsedTurn:
 
 
 def parse_call(body: str) -> ToolCall:
-    """Parse `{"name": ..., "arguments": {...}}`; arguments may also be the text of a JSON object.
+    """Parse `{"name": ..., "arguments": {...}}`. Raises ValueError with one line that says what is wrong."""
+    call = json_object(body, "tool call")
+    return tool_call(call.get("name"), call.get("arguments"))
 
-    Raises ValueError with one line that says what is wrong.
-    """
-    call = _json_object(body, "tool call")
-    name, arguments = call.get("name"), call.get("arguments")
+
+def tool_call(name: JsonValue, arguments: JsonValue) -> ToolCall:
+    """The call of that name; arguments may also be the text of a JSON object. Raises ValueError with one line."""
     if not isinstance(name, str):
         raise ValueError('tool call has no "name"')
     if isinstance(arguments, str):
-        arguments = _json_object(arguments, f"arguments of {name!r}")
+        arguments = json_object(arguments, f"arguments of {name!r}")
     if not isinstance(arguments, dict):
         raise ValueError(f"arguments of {name!r} are not a JSON object")
     if UNSTORABLE_JSON.search(json.dumps([name, arguments], ensure_ascii=False)):
@@ -76,7 +77,8 @@ def parse_call(body: str) -> ToolCall:
         raise ValueError(f"arguments of {name!r} are nested too deeply") from None
 
 
-def _json_object(text: str, what: str) -> dict[str, JsonValue]:
+def json_object(text: str, what: str) -> dict[str, JsonValue]:
+    """The JSON object that the text is, without NaN and infinities. Raises ValueError that names `what` it is."""
     try:
         value = json.loads(text, parse_constant=_refuse_constant, parse_float=_finite_float)
     except RecursionError:

@@ -43,17 +43,22 @@ CHECKS: Mapping[str, str] = MappingProxyType(
                AND e.outcome = ANY(CAST(:agent AS text[]))
                AND NOT EXISTS (SELECT FROM trained_episode WHERE episode_id = e.id)
         """,
-        # Dropped groups that had a baseline and were no older than the bound at the run's last step.
+        # Dropped groups that had a baseline and were no older than the bound at the run's last step, but for those
+        # without variance that the run was to replace.
         "dropped_fresh": """
             SELECT count(*) FROM episode_group g
               JOIN run r ON r.id = g.run_id
-              JOIN LATERAL (SELECT min(version_min) AS oldest,
+              JOIN LATERAL (SELECT min(version_min) FILTER (WHERE state = 'SCORED') AS oldest,
+                                   min(reward) FILTER (WHERE outcome = ANY(CAST(:agent AS text[])))
+                                   = max(reward) FILTER (WHERE outcome = ANY(CAST(:agent AS text[]))) AS even,
                                    count(*) FILTER (WHERE state = 'SCORED'
                                                     AND outcome = ANY(CAST(:agent AS text[]))) AS num_scored
                               FROM episode WHERE group_id = g.id) e ON true
              WHERE g.run_id = :run_id AND g.state = 'DROPPED' AND e.num_scored >= 2
                AND e.oldest >= (SELECT max(version_in) FROM train_step WHERE run_id = :run_id)
                                - CAST(r.config -> 'train' ->> 'max_staleness' AS int)
+               AND NOT (g.drop_reason = 'zero_variance' AND e.even
+                        AND r.config -> 'train' ->> 'zero_variance' = 'refill')
         """,
         "turns_doubled": """
             SELECT count(*) - count(DISTINCT (t.episode_id, t.attempt, t.index))

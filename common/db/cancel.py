@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from sqlalchemy import Connection, text
 
 from common.db.episodes import count_final
+from common.db.stragglers import CANCEL_HELD
 from common.episode import FINAL_STATES, EpisodeState
 from common.errors import SetupError
 
@@ -61,16 +62,7 @@ def _cancel(conn: Connection, where: str, ids: list[int], *, why: str) -> Cancel
             WITH held AS (
                 SELECT id, state, claim_worker FROM episode
                  WHERE {where} AND state <> ALL(:final) ORDER BY id FOR UPDATE
-            ), gone AS (
-                UPDATE episode e
-                   SET state = 'CANCELLED', detail = :why, finished_at = clock_timestamp(),
-                       claim_worker = NULL, claim_token = NULL, lease_until = NULL
-                  FROM held WHERE e.id = held.id
-                RETURNING e.id, e.attempt, e.group_id, held.state AS was, held.claim_worker
-            ), noted AS (
-                INSERT INTO episode_event (episode_id, attempt, from_state, to_state, worker, why)
-                SELECT id, attempt, was, 'CANCELLED', claim_worker, :why FROM gone
-            )
+            ), {CANCEL_HELD}
             SELECT group_id, claim_worker FROM gone
             """
         ),

@@ -1,4 +1,4 @@
-"""Episodes: claim, renew, move, retry, reap. Every move is compare-and-set and leaves an event.
+"""Episodes: claim, renew, move, announce again. Every move is compare-and-set and leaves an event.
 
 The claim token is the fence: a worker whose lease was taken finds its token gone, and its writes raise LeaseLost.
 """
@@ -9,6 +9,7 @@ import json
 from collections import Counter
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 from uuid import UUID
 
@@ -16,6 +17,8 @@ from pydantic import JsonValue
 from sqlalchemy import Connection, text
 
 from common.config import RunConfig
+from common.db import stragglers
+from common.db.statement import Prepared
 from common.episode import FINAL_STATES, MOVES, STAGE_OF, TAKES, EpisodeState, Stage
 from common.errors import LeaseLost
 from common.outcomes import Outcome
@@ -50,41 +53,33 @@ class Claim:
     """Turns that this attempt has stored."""
     outcome: str | None
     """RUN's outcome; None before EVAL."""
+    transcript: list[list[dict[str, Any]]]
+    """In EVAL the messages of each turn, without the first ones; [] before."""
 
 
 def claim(
     conn: Connection, wakeup: Wakeup, *, worker: str, token: UUID, lease_s: float, configs: Mapping[int, RunConfig]
 ) -> Claim | None:
-    """Take the episode if it stands where the stage takes it and nobody holds it; None otherwise.
+    """Take the episode if it stands where the stage takes it, nobody holds it and its time has come; None otherwise.
 
     RUN takes none of a run that has no engine at all: it would only wait, and use up the episode's attempts.
 
     `configs` are run configurations that the caller has parsed before, by run id.
     """
-    row = conn.execute(
-        text(
-            """
-            UPDATE episode e
-               SET claim_worker = :worker, claim_token = :token, lease_until = now() + :lease_s * interval '1 second'
-              FROM episode_group g JOIN task t ON t.id = g.task_id JOIN run r ON r.id = g.run_id
-             WHERE e.id = :id AND e.attempt = :attempt AND e.state = :takes AND e.claim_token IS NULL
-               AND g.id = e.group_id AND (:takes <> 'READY' OR EXISTS (SELECT FROM engine WHERE run_id = e.run_id))
-            RETURNING e.group_id, e.run_id, e.prepared, e.num_turns, e.outcome, t.handler, t.payload,
-                      CASE WHEN e.run_id <> ALL(CAST(:known AS bigint[])) THEN r.config END AS config
-            """
-        ),
+    row = _CLAIM[wakeup.stage].first(
+        conn,
         {
             "known": list(configs),
             "id": wakeup.episode_id,
             "attempt": wakeup.attempt,
-            "takes": TAKES[wakeup.stage],
             "worker": worker,
             "token": token,
             "lease_s": lease_s,
         },
-    ).first()
+    )
     if row is None:
         return None
+    handler, payload = row.task
     return Claim(
         stage=wakeup.stage,
         episode_id=wakeup.episode_id,
@@ -94,13 +89,54 @@ def claim(
         group_id=row.group_id,
         run_id=row.run_id,
         config=configs[row.run_id] if row.config is None else RunConfig.model_validate(row.config),
-        handler=row.handler,
-        payload=row.payload,
+        handler=handler,
+        payload=payload,
         # A new attempt still carries the old one's: the processes that start it may not write this column.
         prepared=None if wakeup.stage is Stage.INIT else row.prepared,
         num_turns=row.num_turns,
         outcome=row.outcome,
+        transcript=row.transcript or [],
     )
+
+
+_TYPES = {
+    "id": "bigint",
+    "attempt": "smallint",
+    "worker": "text",
+    "token": "uuid",
+    "lease_s": "float8",
+    "known": "bigint[]",
+    "to": "text",
+    "why": "text",
+    "prepared": "jsonb",
+    "outcome": "text",
+    "reward": "float8",
+    "reward_parts": "jsonb",
+}
+
+
+def _claim(stage: Stage) -> Prepared:
+    # Only EVAL's role reads turns besides RUN's, and only RUN needs an engine.
+    transcript = "SELECT jsonb_agg(messages ORDER BY index) FROM turn WHERE episode_id = e.id AND attempt = e.attempt"
+    return Prepared(
+        f"""
+        UPDATE episode e
+           SET claim_worker = :worker, claim_token = :token, lease_until = now() + :lease_s * interval '1 second',
+               not_before = NULL
+         WHERE e.id = :id AND e.attempt = :attempt AND e.state = '{TAKES[stage]}' AND e.claim_token IS NULL
+           AND (e.not_before IS NULL OR e.not_before <= now())
+           {"AND EXISTS (SELECT FROM engine WHERE run_id = e.run_id)" if stage is Stage.RUN else ""}
+        RETURNING e.group_id, e.run_id, e.prepared, e.num_turns, e.outcome,
+                  ({transcript if stage is Stage.EVAL else "NULL"}) AS transcript,
+                  (SELECT jsonb_build_array(handler, payload) FROM task
+                    WHERE id = (SELECT task_id FROM episode_group WHERE id = e.group_id)) AS task,
+                  (SELECT config FROM run WHERE id = e.run_id AND id <> ALL(:known)) AS config
+        """,
+        _TYPES,
+    )
+
+
+_CLAIM = {stage: _claim(stage) for stage in Stage}
 
 
 def renew(conn: Connection, tokens: Collection[UUID], *, lease_s: float) -> set[UUID]:
@@ -123,6 +159,11 @@ def renew(conn: Connection, tokens: Collection[UUID], *, lease_s: float) -> set[
     return {row.claim_token for row in rows}
 
 
+def leaves_stragglers(claim: Claim, to: EpisodeState) -> bool:
+    """Whether this move may complete a group before its time, which takes several statements: a transaction."""
+    return to is EpisodeState.SCORED and claim.config.rollout.oversample > 0
+
+
 def move(
     conn: Connection,
     claim: Claim,
@@ -136,6 +177,8 @@ def move(
 ) -> Wakeup | None:
     """End the claim by moving the episode on; returns the message for the next stage, None in a final state.
 
+    A score that is the last which an over-sampled group wants cancels the group's other episodes. It locks them before
+    its own row: nothing in the transaction may have locked a group, or an episode of a greater id, before.
     Raises LeaseLost if the claim no longer holds.
     """
     at = TAKES[claim.stage]
@@ -146,128 +189,80 @@ def move(
         "reward": reward,
         "reward_parts": json.dumps(reward_parts) if reward_parts is not None else None,
     }
-    # Only what the stage has made is named: its role may not write the other columns, not even with NULL.
-    given = "".join(f", {_SET_RESULT[name]}" for name, value in results.items() if value is not None)
-    # One statement for the move and its event: each costs a round trip, three times per episode.
-    row = conn.execute(
-        text(
-            f"""
-            WITH moved AS (
-                UPDATE episode
-                   SET state = :to, claim_worker = NULL, claim_token = NULL, lease_until = NULL, enqueued_at = now(),
-                       finished_at = CASE WHEN :final THEN clock_timestamp() END{given}
-                 WHERE id = :id AND claim_token = :token AND state = :at AND attempt = :attempt
-                RETURNING id
-            ), noted AS (
-                INSERT INTO episode_event (episode_id, attempt, from_state, to_state, worker, why)
-                SELECT id, :attempt, :at, :to, :worker, :why FROM moved
-            )
-            SELECT id FROM moved
-            """
-        ),
+    may_complete = leaves_stragglers(claim, to)
+    if may_complete:
+        stragglers.hold_siblings(conn, claim.group_id)
+    results = {name: value for name, value in results.items() if value is not None}
+    row = _move(at, to, tuple(results)).first(
+        conn,
         {
             "id": claim.episode_id,
             "token": claim.token,
-            "at": at,
             "attempt": claim.attempt,
-            "to": to,
-            "final": to in FINAL_STATES,
             "worker": claim.worker,
             "why": why,
-            **{name: value for name, value in results.items() if value is not None},
+            **results,
         },
-    ).first()
+    )
     if row is None:
         raise LeaseLost(f"episode {claim.episode_id} attempt {claim.attempt}: the claim of {claim.worker} is gone")
+    if may_complete:
+        stragglers.cancel_rest(conn, claim.group_id)
     if to in FINAL_STATES:
-        count_final(conn, [claim.group_id])
         return None
     return Wakeup(stage=STAGE_OF[to], episode_id=claim.episode_id, attempt=claim.attempt)
 
 
-def retry(
-    conn: Connection, claim: Claim, *, outcome: Outcome, detail: str, afresh: bool, max_attempts: int
-) -> Wakeup | None:
-    """End the claim after a failure of infrastructure: once more while attempts last, else FAILED.
+@cache
+def _move(at: EpisodeState, to: EpisodeState, results: tuple[str, ...]) -> Prepared:
+    """One statement for the move and all that goes with it: each costs a round trip, three times per episode.
 
-    `afresh` starts a new attempt from INIT; otherwise the same stage goes on from what is stored. Returns the
-    message to send, None when it is FAILED. Raises LeaseLost if the claim no longer holds.
+    Only what the stage has made is named: its role may not write the other columns, not even with NULL.
     """
-    rows = _give_back(
-        conn,
-        "id = :id AND claim_token = :token",
-        {"id": claim.episode_id, "token": claim.token},
-        afresh="true" if afresh else "false",
-        outcome=outcome,
-        detail=detail,
-        max_attempts=max_attempts,
-    )
-    if rows is None:
-        raise LeaseLost(f"episode {claim.episode_id} attempt {claim.attempt}: the claim of {claim.worker} is gone")
-    return rows[0] if rows else None
-
-
-def release(conn: Connection, tokens: Collection[UUID], *, why: str) -> list[Wakeup]:
-    """Hand claims back on an orderly shutdown, at no cost in attempts; returns the messages to send.
-
-    An episode with a sandbox starts a new attempt: its last command may have been half done.
-    """
-    rows = conn.execute(
-        text(
-            f"""
-            WITH held AS (
-                SELECT id, state, claim_worker, {_NEEDS_SANDBOX} AS afresh,
-                       CASE WHEN {_NEEDS_SANDBOX} THEN 'NEW' ELSE state END AS to_state
-                  FROM episode WHERE claim_token = ANY(CAST(:tokens AS uuid[])) FOR UPDATE
-            ), back AS (
-                UPDATE episode e SET {_UNCLAIM}, {_START_OVER} FROM held WHERE e.id = held.id
-                RETURNING e.id, e.attempt, held.state AS was, e.state, held.claim_worker
-            ), noted AS (
-                INSERT INTO episode_event (episode_id, attempt, from_state, to_state, worker, why)
-                SELECT id, attempt, was, state, claim_worker, :why FROM back
-            )
-            SELECT id, attempt, state FROM back
-            """
-        ),
-        {"tokens": [str(token) for token in tokens], "why": why},
-    )
-    return [Wakeup(stage=STAGE_OF[EpisodeState(r.state)], episode_id=r.id, attempt=r.attempt) for r in rows]
-
-
-def reap(conn: Connection, *, max_attempts: int, limit: int = 500) -> list[Wakeup]:
-    """Take back episodes whose lease ran out; safe to run many at once. Returns the messages to send.
-
-    INIT starts a new attempt; RUN too if it has a sandbox, else it goes on from its stored turns; EVAL goes on.
-    """
-    return (
-        _give_back(
-            conn,
-            "id IN (SELECT id FROM episode WHERE claim_token IS NOT NULL AND lease_until < now()"
-            " ORDER BY lease_until LIMIT :limit FOR UPDATE SKIP LOCKED)",
-            {"limit": limit},
-            afresh=_NEEDS_SANDBOX,
-            outcome=Outcome.LEASE_LOST,
-            detail="the worker died or stalled: its lease ran out",
-            max_attempts=max_attempts,
-        )
-        or []
+    final = to in FINAL_STATES
+    counted = f"""
+        , counted AS (
+            UPDATE episode_group g SET {_COUNT_SET.format(num="1")} FROM moved WHERE g.id = moved.group_id
+        )"""
+    return Prepared(
+        f"""
+        WITH moved AS (
+            UPDATE episode
+               SET state = '{to}', {UNCLAIM}{", finished_at = clock_timestamp()" if final else ""}
+                   {"".join(f", {name} = :{name}" for name in results)}
+             WHERE id = :id AND claim_token = :token AND state = '{at}' AND attempt = :attempt
+            RETURNING id, group_id
+        ), noted AS (
+            INSERT INTO episode_event (episode_id, attempt, from_state, to_state, worker, why)
+            SELECT id, :attempt, '{at}', '{to}', :worker, :why FROM moved
+        ){counted if final else ""}
+        SELECT id FROM moved
+        """,
+        _TYPES,
     )
 
 
 def resend(conn: Connection, *, after_s: float, limit: int = 500) -> list[Wakeup]:
-    """Unclaimed episodes that were announced longer than `after_s` ago: their message may be lost.
+    """Unclaimed episodes announced longer than `after_s` ago, whose message may be lost, and those that waited enough.
 
     Episodes of a run without an engine stand still until it gets one.
     """
     rows = conn.execute(
         text(
             """
-            UPDATE episode SET enqueued_at = now()
-             WHERE id IN (SELECT id FROM episode
-                           WHERE claim_token IS NULL AND state IN ('NEW', 'READY', 'SAMPLED')
-                             AND enqueued_at < now() - :after_s * interval '1 second'
-                             AND run_id IN (SELECT run_id FROM engine)
-                           ORDER BY enqueued_at LIMIT :limit FOR UPDATE SKIP LOCKED)
+            WITH lost AS (
+                SELECT id FROM episode
+                 WHERE claim_token IS NULL AND state IN ('NEW', 'READY', 'SAMPLED') AND not_before IS NULL
+                   AND enqueued_at < now() - :after_s * interval '1 second' AND run_id IN (SELECT run_id FROM engine)
+                 ORDER BY enqueued_at LIMIT :limit FOR UPDATE SKIP LOCKED
+            ), due AS (
+                SELECT id FROM episode
+                 WHERE claim_token IS NULL AND state IN ('NEW', 'READY', 'SAMPLED') AND not_before <= now()
+                   AND run_id IN (SELECT run_id FROM engine)
+                 ORDER BY not_before LIMIT :limit FOR UPDATE SKIP LOCKED
+            )
+            UPDATE episode SET enqueued_at = now(), not_before = NULL
+             WHERE id IN (SELECT id FROM lost UNION ALL SELECT id FROM due)
             RETURNING id, attempt, state
             """
         ),
@@ -276,80 +271,17 @@ def resend(conn: Connection, *, after_s: float, limit: int = 500) -> list[Wakeup
     return [Wakeup(stage=STAGE_OF[EpisodeState(r.state)], episode_id=r.id, attempt=r.attempt) for r in rows]
 
 
-_SET_RESULT = {
-    "prepared": "prepared = CAST(:prepared AS jsonb)",
-    "outcome": "outcome = :outcome",
-    "reward": "reward = :reward",
-    "reward_parts": "reward_parts = CAST(:reward_parts AS jsonb)",
-}
-_UNCLAIM = "claim_worker = NULL, claim_token = NULL, lease_until = NULL, enqueued_at = now()"
-_NEEDS_SANDBOX = "(state = 'NEW' OR (state = 'READY' AND prepared -> 'sandbox' <> 'null'))"
-_START_OVER = """
-    state = held.to_state,
-    attempt = e.attempt + CASE WHEN held.afresh THEN 1 ELSE 0 END,
-    num_turns = CASE WHEN held.afresh THEN 0 ELSE e.num_turns END,
-    num_sampled = CASE WHEN held.afresh THEN 0 ELSE e.num_sampled END,
-    version_min = CASE WHEN held.afresh THEN NULL ELSE e.version_min END,
-    version_max = CASE WHEN held.afresh THEN NULL ELSE e.version_max END"""
-
-
-def _give_back(
-    conn: Connection,
-    where: str,
-    params: dict[str, Any],
-    *,
-    afresh: str,
-    outcome: Outcome,
-    detail: str,
-    max_attempts: int,
-) -> list[Wakeup] | None:
-    """Count a failure of the episodes that match, and send them round again or fail them. None = none matched."""
-    rows = conn.execute(
-        text(
-            f"""
-            WITH held AS (
-                SELECT id, state, claim_worker, failures + 1 < :max_attempts AND {afresh} AS afresh,
-                       CASE WHEN failures + 1 >= :max_attempts THEN 'FAILED'
-                            WHEN {afresh} THEN 'NEW' ELSE state END AS to_state
-                  FROM episode WHERE {where} FOR UPDATE
-            ), back AS (
-                UPDATE episode e
-                   SET {_UNCLAIM}, {_START_OVER}, failures = e.failures + 1, detail = :detail,
-                       outcome = CASE WHEN held.to_state = 'FAILED' THEN :outcome ELSE e.outcome END,
-                       finished_at = CASE WHEN held.to_state = 'FAILED' THEN clock_timestamp() END
-                  FROM held WHERE e.id = held.id
-                RETURNING e.id, e.attempt, held.state AS was, e.state, held.claim_worker, e.group_id
-            ), noted AS (
-                INSERT INTO episode_event (episode_id, attempt, from_state, to_state, worker, why)
-                SELECT id, attempt, was, state, claim_worker, :why FROM back
-            )
-            SELECT id, attempt, state, group_id FROM back
-            """
-        ),
-        {**params, "outcome": outcome, "detail": detail, "max_attempts": max_attempts, "why": f"{outcome}: {detail}"},
-    ).all()
-    if not rows:
-        return None
-    count_final(conn, [row.group_id for row in rows if row.state == EpisodeState.FAILED])
-    return [
-        Wakeup(stage=STAGE_OF[EpisodeState(row.state)], episode_id=row.id, attempt=row.attempt)
-        for row in rows
-        if row.state != EpisodeState.FAILED
-    ]
+UNCLAIM = "claim_worker = NULL, claim_token = NULL, lease_until = NULL, enqueued_at = now()"
+"""How every claim ends: whoever moves the episode announces it."""
+_COUNT_SET = """num_final = num_final + {num},
+                       state = CASE WHEN num_final + {num} = size THEN 'COMPLETE' ELSE state END,
+                       completed_at = CASE WHEN num_final + {num} = size THEN clock_timestamp() END"""
 
 
 def count_final(conn: Connection, group_ids: list[int]) -> None:
     """Count episodes that have become final, in their groups: one id for each episode."""
     for group_id, num in sorted(Counter(group_ids).items()):
         conn.execute(
-            text(
-                """
-                UPDATE episode_group
-                   SET num_final = num_final + :num,
-                       state = CASE WHEN num_final + :num = size THEN 'COMPLETE' ELSE state END,
-                       completed_at = CASE WHEN num_final + :num = size THEN clock_timestamp() END
-                 WHERE id = :id
-                """
-            ),
+            text(f"UPDATE episode_group SET {_COUNT_SET.format(num=':num')} WHERE id = :id"),
             {"id": group_id, "num": num},
         )

@@ -33,14 +33,17 @@ def num_not_dropped(conn: Connection, run_id: int) -> int:
     return num_in_flight(conn, run_id, live_version=0)
 
 
-def create(conn: Connection, *, run_id: int, task_ids: list[int], size: int) -> list[Wakeup]:
-    """One group of `size` NEW episodes for each task, in order; returns the messages to send after the commit."""
+def create(conn: Connection, *, run_id: int, task_ids: list[int], size: int, wanted: int | None = None) -> list[Wakeup]:
+    """One group of `size` NEW episodes for each task, in order; returns the messages to send after the commit.
+
+    With `wanted`, a group is complete when so many are scored, and the others are cancelled as stragglers.
+    """
     rows = conn.execute(
         text(
             """
             WITH made AS (
-                INSERT INTO episode_group (run_id, task_id, size)
-                SELECT :run_id, task_id, :size
+                INSERT INTO episode_group (run_id, task_id, size, wanted)
+                SELECT :run_id, task_id, :size, :wanted
                   FROM unnest(CAST(:task_ids AS bigint[])) WITH ORDINALITY AS t (task_id, n)
                  ORDER BY n
                 RETURNING id
@@ -54,6 +57,6 @@ def create(conn: Connection, *, run_id: int, task_ids: list[int], size: int) -> 
             SELECT id, attempt FROM born ORDER BY id
             """
         ),
-        {"run_id": run_id, "task_ids": task_ids, "size": size},
+        {"run_id": run_id, "task_ids": task_ids, "size": size, "wanted": wanted},
     )
     return [Wakeup(stage=Stage.INIT, episode_id=row.id, attempt=row.attempt) for row in rows]

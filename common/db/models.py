@@ -57,7 +57,13 @@ class Run(Base):
     id: Mapped[int] = _id()
     name: Mapped[str] = mapped_column(unique=True)
     config: Mapped[dict[str, Any]]
-    """RunConfig as resolved."""
+    """RunConfig as resolved, without its section [sharing], which is no part of what the run is."""
+    sharing: Mapped[dict[str, Any]] = mapped_column(server_default="{}")
+    """The section [sharing] as it was last configured; the three columns are what holds now."""
+    weight: Mapped[float] = mapped_column(server_default="1")
+    max_episodes_in_flight: Mapped[int | None]
+    """None = no limit of its own."""
+    max_sandboxes: Mapped[int | None]
     state: Mapped[str] = mapped_column(server_default="ACTIVE")
     epoch: Mapped[int] = mapped_column(server_default="0")
     """Data cursor: passes over the task set that are finished."""
@@ -83,6 +89,18 @@ class Task(Base):
     payload: Mapped[dict[str, Any]]
 
 
+class Submission(Base):
+    """A task that was handed to a run while it went on; the feeder plays it before the run's own task set."""
+
+    __tablename__ = "submission"
+    __table_args__ = (Index("submission_waiting_ix", "run_id", "task_id", postgresql_where=text("fed_at IS NULL")),)
+    task_id: Mapped[int] = mapped_column(ForeignKey("task.id"), primary_key=True, autoincrement=False)
+    run_id: Mapped[int] = mapped_column(ForeignKey("run.id"))
+    submitted_at: Mapped[datetime] = _now()
+    fed_at: Mapped[datetime | None]
+    """When its group was made; None = it waits for room."""
+
+
 class EpisodeGroup(Base):
     """G episodes of one task in one run."""
 
@@ -90,17 +108,27 @@ class EpisodeGroup(Base):
     __table_args__ = (
         Index("episode_group_complete_ix", "run_id", "id", postgresql_where=text("state = 'COMPLETE'")),
         Index("episode_group_in_flight_ix", "run_id", postgresql_where=text("state IN ('OPEN', 'COMPLETE', 'TAKEN')")),
+        Index(
+            "episode_group_refilled_ix",
+            "run_id",
+            "dropped_version",
+            postgresql_where=text("drop_reason = 'zero_variance'"),
+        ),
         Index(None, "step_id"),
     )
     id: Mapped[int] = _id()
     run_id: Mapped[int] = mapped_column(ForeignKey("run.id"))
     task_id: Mapped[int] = mapped_column(ForeignKey("task.id"))
     size: Mapped[int]
+    wanted: Mapped[int | None]
+    """Scored episodes that complete it: the rest is then cancelled. None = all are waited for."""
     num_final: Mapped[int] = mapped_column(server_default="0")
     """Episodes of the group in a final state."""
     state: Mapped[str] = mapped_column(server_default="OPEN")
     step_id: Mapped[int | None] = mapped_column(ForeignKey("train_step.id"))
     drop_reason: Mapped[str | None]
+    dropped_version: Mapped[int | None]
+    """Policy version that was to be trained when the trainer dropped it; None = the trainer did not."""
     created_at: Mapped[datetime] = _now()
     completed_at: Mapped[datetime | None]
 
@@ -115,6 +143,13 @@ class Episode(Base):
             "episode_waiting_ix",
             "enqueued_at",
             postgresql_where=text("claim_token IS NULL AND state IN ('NEW', 'READY', 'SAMPLED')"),
+        ),
+        Index(
+            "episode_delayed_ix",
+            "not_before",
+            postgresql_where=text(
+                "not_before IS NOT NULL AND claim_token IS NULL AND state IN ('NEW', 'READY', 'SAMPLED')"
+            ),
         ),
         Index("episode_claimed_ix", "lease_until", postgresql_where=text("claim_token IS NOT NULL")),
         Index(None, "run_id", "state"),
@@ -137,6 +172,8 @@ class Episode(Base):
     lease_until: Mapped[datetime | None]
     enqueued_at: Mapped[datetime] = _now()
     """When it was last announced on its queue."""
+    not_before: Mapped[datetime | None]
+    """A retry that waits: nobody claims it and no message is sent before. None = at once."""
     prepared: Mapped[dict[str, Any] | None]
     """INIT's result: first messages, tools, sandbox."""
     outcome: Mapped[str | None]

@@ -80,7 +80,10 @@ def delete_run(database: Database, run: Run) -> Iterator[int]:
     )
     with database.begin() as conn:
         for statement in (
-            *(f"DELETE FROM {table} WHERE run_id = :id" for table in ("episode_group", "train_step", "policy_version")),
+            *(
+                f"DELETE FROM {table} WHERE run_id = :id"
+                for table in ("episode_group", "submission", "train_step", "policy_version")
+            ),
             "UPDATE engine SET run_id = NULL, version = NULL WHERE run_id = :id",
             "DELETE FROM run WHERE id = :id",
         ):

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 
 from sqlalchemy import Connection, text
 
-from common.episode import RunState
+from common.db import snapshot, stragglers
+from common.episode import DropReason, RunState
 from common.outcomes import AGENT_OUTCOMES, Outcome
 
 
@@ -25,10 +26,15 @@ class Summary:
     episodes_trained: int
     episodes_failed: int
     episodes_cancelled: int
+    """Stragglers among them."""
+    episodes_stragglers: int
+    """Cancelled as their over-sampled group had enough scores."""
     episodes_stale: int
     """Scored, but their group was dropped as too stale."""
     episodes_dropped_other: int
     """Scored, but their group was dropped for want of a baseline."""
+    episodes_zero_variance: int
+    """Scored, but their group had equal rewards only and was replaced by another."""
     episodes_untrainable: int
     """Scored in a trained group, with nothing to train: the agent never sampled."""
     episodes_in_flight: int
@@ -54,6 +60,8 @@ class Summary:
     """Broken attempts by kind, those that were tried again included: the handler's own errors, and infrastructure's."""
     last_failure: str | None
     """The latest of them as "kind: what happened"; None = there is none."""
+    groups_dropped: Mapping[DropReason, int]
+    """By reason; reasons that dropped none are absent."""
 
 
 def summary(conn: Connection, run_id: int) -> Summary:
@@ -75,9 +83,11 @@ def summary(conn: Connection, run_id: int) -> Summary:
         episodes_total=fates.total(),
         episodes_trained=fates["trained"],
         episodes_failed=fates["failed"],
-        episodes_cancelled=fates["cancelled"],
+        episodes_cancelled=fates["cancelled"] + fates["straggler"],
+        episodes_stragglers=fates["straggler"],
         episodes_stale=fates["stale"],
         episodes_dropped_other=fates["dropped"],
+        episodes_zero_variance=fates["zero_variance"],
         episodes_untrainable=fates["untrainable"],
         episodes_in_flight=0 if over else fates["in_flight"],
         episodes_lost=fates["lost"] + (fates["in_flight"] if over else 0),
@@ -91,6 +101,7 @@ def summary(conn: Connection, run_id: int) -> Summary:
         outcomes=sampled.outcomes,
         failures=failures,
         last_failure=last_failure,
+        groups_dropped=snapshot.groups_dropped(conn, run_id),
     )
 
 
@@ -105,9 +116,10 @@ def _fates(conn: Connection, run_id: int) -> Counter[str]:
             SELECT CASE WHEN x.episode_id IS NOT NULL THEN 'trained'
                         WHEN g.state NOT IN ('TRAINED', 'DROPPED') THEN 'in_flight'
                         WHEN e.state = 'FAILED' THEN 'failed'
+                        WHEN e.state = 'CANCELLED' AND e.detail = :straggler THEN 'straggler'
                         WHEN e.state = 'CANCELLED' THEN 'cancelled'
                         WHEN e.state <> 'SCORED' THEN 'lost'
-                        WHEN g.drop_reason = 'stale' THEN 'stale'
+                        WHEN g.drop_reason IN ('stale', 'zero_variance') THEN g.drop_reason
                         WHEN g.state = 'DROPPED' THEN 'dropped'
                         WHEN e.num_turns = 0 OR e.outcome <> ALL(CAST(:agent AS text[])) THEN 'untrainable'
                         ELSE 'lost' END AS fate,
@@ -118,7 +130,7 @@ def _fates(conn: Connection, run_id: int) -> Counter[str]:
              WHERE e.run_id = :run_id GROUP BY 1
             """
         ),
-        {"run_id": run_id, "agent": sorted(AGENT_OUTCOMES)},
+        {"run_id": run_id, "agent": sorted(AGENT_OUTCOMES), "straggler": stragglers.WHY},
     )
     return Counter({row.fate: row.num for row in rows})
 

@@ -44,7 +44,7 @@ Grants = Mapping[str, tuple[str, ...]]
 """Table -> privileges; UPDATE and INSERT name the columns that the process writes."""
 
 _HAND_BACK = "UPDATE (state, attempt, failures, claim_worker, claim_token, lease_until, enqueued_at, outcome, detail,"
-_HAND_BACK += " version_min, version_max, num_turns, num_sampled, finished_at)"
+_HAND_BACK += " not_before, version_min, version_max, num_turns, num_sampled, finished_at)"
 """What claiming, moving, retrying and handing back write; all of it is named in one statement, used or not."""
 _NOTE = "INSERT (episode_id, attempt, from_state, to_state, worker, why)"
 _STAGE: Grants = {
@@ -81,8 +81,12 @@ GRANTS: Mapping[Role, Grants] = MappingProxyType(
         ),
         Role.EVAL: _with(_STAGE, {"turn": ("SELECT",), "episode": ("UPDATE (reward, reward_parts)",)}),
         Role.TRAINER: {
-            "run": ("SELECT", "INSERT (name, config)", "UPDATE (state, finished_at)"),
-            "episode_group": ("SELECT", "UPDATE (state, step_id, drop_reason)"),
+            "run": (
+                "SELECT",
+                "INSERT (name, config)",
+                "UPDATE (state, finished_at, sharing, weight, max_episodes_in_flight, max_sandboxes)",
+            ),
+            "episode_group": ("SELECT", "UPDATE (state, step_id, drop_reason, dropped_version)"),
             "episode": ("SELECT",),
             "turn": ("SELECT",),
             "turn_tokens": ("SELECT",),
@@ -99,9 +103,11 @@ GRANTS: Mapping[Role, Grants] = MappingProxyType(
             "engine": ("SELECT",),
             "train_step": ("SELECT",),
             "task": ("SELECT", "INSERT (dataset, key, handler, payload)"),
-            "episode_group": ("SELECT", "INSERT (run_id, task_id, size)"),
+            "submission": ("SELECT", "UPDATE (fed_at)"),
+            "episode_group": ("SELECT", "INSERT (run_id, task_id, size, wanted)"),
             "episode": ("SELECT", "INSERT (run_id, group_id, index)"),
             "episode_event": (_NOTE,),
+            "sandbox": ("SELECT",),
         },
         Role.REAPER: {
             "engine": ("SELECT",),

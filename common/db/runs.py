@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass, replace
+from typing import Any
 
 from sqlalchemy import Connection, Row, text
 
-from common.config import RunConfig
+from common.config import RunConfig, SharingConfig
 from common.episode import RUN_MOVES, RunState
 from common.errors import SetupError
 
@@ -19,6 +20,7 @@ class Run:
     id: int
     name: str
     config: RunConfig
+    """Its section `sharing` is the one last configured: an operator may have set other values since."""
     state: RunState
 
 
@@ -26,14 +28,17 @@ def open_run(conn: Connection, config: RunConfig) -> Run:
     """The run of this name, made if it is new.
 
     A run that has no group yet takes the new configuration. Raises SetupError if one that has exists with another.
+    Another section [sharing] than at the last time is always taken; the same one leaves what an operator has set since.
     """
-    document = config.model_dump_json()
+    document = config.model_dump_json(exclude={"sharing"})
     conn.execute(
         text("INSERT INTO run (name, config) VALUES (:name, CAST(:config AS jsonb)) ON CONFLICT (name) DO NOTHING"),
         {"name": config.name, "config": document},
     )
     run = find(conn, config.name)
     assert run is not None
+    if run.config.sharing != config.sharing:
+        run = _configure_sharing(conn, run, config.sharing)
     if run.config == config:
         return run
     changed = conn.execute(
@@ -52,6 +57,29 @@ def open_run(conn: Connection, config: RunConfig) -> Run:
     return replace(run, config=config)
 
 
+def _configure_sharing(conn: Connection, run: Run, sharing: SharingConfig) -> Run:
+    conn.execute(
+        text("UPDATE run SET sharing = CAST(:sharing AS jsonb) WHERE id = :id"),
+        {"id": run.id, "sharing": sharing.model_dump_json()},
+    )
+    set_sharing(conn, run.id, sharing)
+    return replace(run, config=run.config.model_copy(update={"sharing": sharing}))
+
+
+def set_sharing(conn: Connection, run_id: int, sharing: SharingConfig) -> None:
+    """Weight and limits of the run from now on; the feeder's next round follows them."""
+    conn.execute(
+        text(
+            """
+            UPDATE run SET weight = :weight, max_episodes_in_flight = :max_episodes_in_flight,
+                   max_sandboxes = :max_sandboxes
+             WHERE id = :id
+            """
+        ),
+        {"id": run_id, **sharing.model_dump()},
+    )
+
+
 def _difference(old: RunConfig, new: RunConfig) -> str:
     before, after = json.loads(old.model_dump_json()), json.loads(new.model_dump_json())
     changed = [f"{key}: {before[key]} -> {after[key]}" for key in after if before[key] != after[key]]
@@ -60,12 +88,16 @@ def _difference(old: RunConfig, new: RunConfig) -> str:
 
 def find(conn: Connection, name: str) -> Run | None:
     """The run of this name."""
-    row = conn.execute(text("SELECT id, name, config, state FROM run WHERE name = :name"), {"name": name}).first()
-    return _run(row) if row else None
+    row = conn.execute(
+        text("SELECT id, name, config, sharing, state FROM run WHERE name = :name"), {"name": name}
+    ).first()
+    return from_row(row) if row else None
 
 
-def require(conn: Connection, name: str) -> Run:
-    """The run of this name. Raises SetupError that lists the newest ones there are."""
+def require(conn: Connection, name: str, *, lock: bool = False) -> Run:
+    """The run of this name, its row locked if asked. Raises SetupError that lists the newest ones there are."""
+    if lock:
+        conn.execute(text("SELECT id FROM run WHERE name = :name FOR UPDATE"), {"name": name})
     run = find(conn, name)
     if run is None:
         newest = conn.execute(text("SELECT name FROM run ORDER BY id DESC LIMIT 10")).scalars().all()
@@ -75,8 +107,8 @@ def require(conn: Connection, name: str) -> Run:
 
 def active(conn: Connection) -> list[Run]:
     """Runs that the feeder feeds."""
-    rows = conn.execute(text("SELECT id, name, config, state FROM run WHERE state = 'ACTIVE' ORDER BY id"))
-    return [_run(row) for row in rows]
+    rows = conn.execute(text("SELECT id, name, config, sharing, state FROM run WHERE state = 'ACTIVE' ORDER BY id"))
+    return [from_row(row) for row in rows]
 
 
 def finish(conn: Connection, run_id: int) -> None:
@@ -140,9 +172,12 @@ class DataCursor:
 
 
 def lock_cursor(conn: Connection, run_id: int) -> DataCursor | None:
-    """The cursor of an ACTIVE run, locked until the transaction ends: one feeder at a time. None = not active."""
+    """The cursor of an ACTIVE run, locked until the transaction ends: one feeder at a time. None = not active.
+
+    Several are locked in the order of their ids. The lock lets others add rows that name the run.
+    """
     row = conn.execute(
-        text("SELECT epoch, cursor FROM run WHERE id = :id AND state = 'ACTIVE' FOR UPDATE"), {"id": run_id}
+        text("SELECT epoch, cursor FROM run WHERE id = :id AND state = 'ACTIVE' FOR NO KEY UPDATE"), {"id": run_id}
     ).first()
     return DataCursor(epoch=row.epoch, index=row.cursor) if row else None
 
@@ -155,5 +190,7 @@ def move_cursor(conn: Connection, run_id: int, cursor: DataCursor) -> None:
     )
 
 
-def _run(row: Row[tuple[int, str, object, str]]) -> Run:
-    return Run(id=row.id, name=row.name, config=RunConfig.model_validate(row.config), state=RunState(row.state))
+def from_row(row: Row[tuple[Any, ...]]) -> Run:
+    """A run from its columns id, name, config, sharing and state."""
+    config = RunConfig.model_validate({**row.config, "sharing": row.sharing})
+    return Run(id=row.id, name=row.name, config=config, state=RunState(row.state))

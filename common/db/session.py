@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -13,8 +14,11 @@ from alembic import command
 from alembic.config import Config
 from alembic.runtime.migration import MigrationContext
 from alembic.script import ScriptDirectory
-from sqlalchemy import Connection, Engine, create_engine, make_url, text
-from sqlalchemy.exc import ArgumentError, InterfaceError, OperationalError, ProgrammingError
+from sqlalchemy import Connection, Engine, create_engine, event, make_url, text
+from sqlalchemy.engine.interfaces import DBAPIConnection
+from sqlalchemy.exc import ArgumentError, DisconnectionError, InterfaceError, OperationalError, ProgrammingError
+from sqlalchemy.exc import TimeoutError as PoolTimeout
+from sqlalchemy.pool import ConnectionPoolEntry
 
 from common.errors import DatabaseUnavailable, SetupError
 from common.settings import masked
@@ -25,6 +29,8 @@ CONNECT_TIMEOUT_S = 5
 RETRY_S = 1.0
 WORKER_WAIT_S = 120.0
 """How long a process of the loop waits at its start for a database that is away: nobody has anything else to do."""
+PING_AFTER_S = 1.0
+"""A connection that nobody used for so long is tried before it is handed out: the server may have gone meanwhile."""
 MIGRATION_LOCK = 7_261_004
 INSUFFICIENT_PRIVILEGE = "42501"
 """SQLSTATE of what the user's role may not do."""
@@ -53,11 +59,13 @@ class Database:
             )
         engine = create_engine(
             parsed.set(drivername="postgresql+psycopg2"),
+            # Beyond the pool's size callers wait: a connection that is made for one transaction costs more than that.
             pool_size=pool_size,
-            max_overflow=pool_size,
-            pool_pre_ping=True,
+            max_overflow=0,
+            pool_use_lifo=True,
             connect_args={"connect_timeout": CONNECT_TIMEOUT_S, "application_name": "rollmill"},
         )
+        _ping_idle(engine)
         database = cls(engine)
         deadline = time.monotonic() + wait_s
         while True:
@@ -80,9 +88,31 @@ class Database:
         Raises DatabaseUnavailable when the server is gone, SetupError when the user's role may not do this, so that
         callers need not know the driver's errors.
         """
-        try:
-            with self.engine.begin() as conn:
+        with self._translating_errors(), self.engine.begin() as conn:
+            yield conn
+
+    @contextmanager
+    def autocommit(self) -> Iterator[Connection]:
+        """Each statement is a transaction of its own, as durable as others, and a third of the round trips.
+
+        For work that is one statement. Raises what `begin` raises.
+        """
+        with self._translating_errors(), self.engine.connect() as conn:
+            driver = conn.connection.dbapi_connection
+            assert driver is not None
+            driver.autocommit = True
+            try:
                 yield conn
+            finally:
+                if not driver.closed:
+                    driver.autocommit = False
+
+    @contextmanager
+    def _translating_errors(self) -> Iterator[None]:
+        try:
+            yield
+        except PoolTimeout as error:
+            raise DatabaseUnavailable(f"no connection was free: {error}") from error
         except (OperationalError, InterfaceError) as error:
             raise DatabaseUnavailable(str(error.orig).strip().splitlines()[0]) from error
         except ProgrammingError as error:
@@ -95,6 +125,23 @@ class Database:
 
     def dispose(self) -> None:
         self.engine.dispose()
+
+
+def _ping_idle(engine: Engine) -> None:
+    """Replace connections that died while they were idle, as `pool_pre_ping` does, without its cost on busy ones."""
+
+    def note(_: DBAPIConnection, entry: ConnectionPoolEntry) -> None:
+        entry.info["used_at"] = time.monotonic()
+
+    def ping(connection: DBAPIConnection, entry: ConnectionPoolEntry, _: object) -> None:
+        if time.monotonic() - entry.info.get("used_at", math.inf) > PING_AFTER_S:
+            try:
+                engine.dialect.do_ping(connection)
+            except (engine.dialect.loaded_dbapi.OperationalError, engine.dialect.loaded_dbapi.InterfaceError) as error:
+                raise DisconnectionError from error
+
+    event.listen(engine, "checkin", note)
+    event.listen(engine, "checkout", ping)
 
 
 @contextmanager

@@ -10,7 +10,7 @@ from sqlalchemy import Connection, text
 
 from common.db import engines, runs
 from common.db.runs import Run
-from common.episode import EpisodeState, GroupState, RunState, Stage
+from common.episode import DropReason, EpisodeState, GroupState, RunState, Stage
 from common.outcomes import AGENT_OUTCOMES, Outcome
 
 TROUBLED_LOOKED_AT = 20
@@ -161,6 +161,20 @@ def _groups(conn: Connection, run_id: int) -> dict[GroupState, int]:
         {"run_id": run_id},
     )
     return dict.fromkeys(GroupState, 0) | {GroupState(row.state): row.num for row in rows}
+
+
+def groups_dropped(conn: Connection, run_id: int) -> dict[DropReason, int]:
+    """Dropped groups by reason, the most frequent first."""
+    rows = conn.execute(
+        text(
+            """
+            SELECT drop_reason, count(*) AS num FROM episode_group
+             WHERE run_id = :run_id AND state = 'DROPPED' GROUP BY drop_reason ORDER BY num DESC, drop_reason
+            """
+        ),
+        {"run_id": run_id},
+    )
+    return {DropReason(row.drop_reason): row.num for row in rows}
 
 
 def _newest_version(conn: Connection, run_id: int) -> int | None:

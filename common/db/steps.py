@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from sqlalchemy import Connection, text
@@ -32,6 +33,8 @@ class Take:
     """None = not enough complete groups yet."""
     dropped: Counter[DropReason]
     """Groups that were dropped on the way."""
+    num_zero_variance: int = 0
+    """Groups of the step whose rewards are all equal although such groups are to be replaced: too many were before."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,11 +65,14 @@ def open_step(conn: Connection, run_id: int) -> Step | None:
     return Step(id=row.id, run_id=row.run_id, version_in=row.version_in) if row else None
 
 
-def take_groups(conn: Connection, run_id: int, *, version_in: int, num_groups: int, max_staleness: int) -> Take:
+def take_groups(
+    conn: Connection, run_id: int, *, version_in: int, num_groups: int, max_staleness: int, max_refills: int = 0
+) -> Take:
     """Open a step with the oldest `num_groups` complete groups; fewer are left where they are.
 
     Groups whose oldest token is more than `max_staleness` versions behind `version_in`, or that have no baseline,
-    are dropped and counted. Of a run that is over, nothing is taken.
+    are dropped and counted; so are up to `max_refills` groups for each version whose rewards are all equal, and then
+    the feeder makes as many new ones. It is the raw reward that counts. Of a run that is over, nothing is taken.
     """
     # Against a stop, which drops all groups: it waits until the step is committed, or we see that it was first.
     if not conn.execute(
@@ -86,7 +92,10 @@ def take_groups(conn: Connection, run_id: int, *, version_in: int, num_groups: i
         )
     ]
     # Only what was judged may be taken: a group that completes in between waits for the next call.
-    reasons = _drop(conn, complete, oldest=version_in - max_staleness)
+    judged = {judged.group_id: judged for judged in _judge(conn, complete, oldest=version_in - max_staleness)}
+    left = max_refills and max_refills - num_refilled(conn, run_id, version_in=version_in)
+    reasons = _reasons(judged.values(), num_refills=left)
+    _drop(conn, reasons, version_in=version_in)
     dropped = Counter(reasons.values())
     ids = [group_id for group_id in complete if group_id not in reasons][:num_groups]
     if len(ids) < num_groups:
@@ -99,27 +108,83 @@ def take_groups(conn: Connection, run_id: int, *, version_in: int, num_groups: i
         text("UPDATE episode_group SET state = 'TAKEN', step_id = :step_id WHERE id = ANY(:ids)"),
         {"step_id": step_id, "ids": ids},
     )
-    return Take(step=Step(id=step_id, run_id=run_id, version_in=version_in), dropped=dropped)
+    return Take(
+        step=Step(id=step_id, run_id=run_id, version_in=version_in),
+        dropped=dropped,
+        num_zero_variance=sum(judged[group_id].even for group_id in ids) if max_refills else 0,
+    )
 
 
-def _drop(conn: Connection, group_ids: list[int], *, oldest: int) -> dict[int, DropReason]:
+def num_refilled(conn: Connection, run_id: int, *, version_in: int) -> int:
+    """Groups that were dropped for want of variance since `version_in` was published."""
+    count: int = conn.execute(
+        text(
+            """
+            SELECT count(*) FROM episode_group
+             WHERE run_id = :run_id AND drop_reason = 'zero_variance' AND dropped_version = :version_in
+            """
+        ),
+        {"run_id": run_id, "version_in": version_in},
+    ).scalar_one()
+    return count
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Judged:
+    """What speaks against training a group."""
+
+    group_id: int
+    stale: bool
+    too_few: bool
+    even: bool
+    """The rewards that would enter the baseline are all equal."""
+
+
+def _judge(conn: Connection, group_ids: list[int], *, oldest: int) -> list[_Judged]:
     rows = conn.execute(
         text(
             """
-            WITH judged AS (
-                SELECT group_id, CASE WHEN min(version_min) FILTER (WHERE state = 'SCORED') < :oldest THEN 'stale'
-                                      WHEN count(*) FILTER (WHERE state = 'SCORED' AND outcome = ANY(:agent)) < 2
-                                      THEN 'too_few_samples' END AS reason
-                  FROM episode WHERE group_id = ANY(:ids) GROUP BY group_id
-            )
-            UPDATE episode_group g SET state = 'DROPPED', drop_reason = judged.reason
-              FROM judged WHERE g.id = ANY(:ids) AND g.id = judged.group_id AND judged.reason IS NOT NULL
-            RETURNING g.id, judged.reason
+            SELECT group_id, coalesce(min(version_min) FILTER (WHERE state = 'SCORED') < :oldest, false) AS stale,
+                   count(*) FILTER (WHERE state = 'SCORED' AND outcome = ANY(:agent)) < 2 AS too_few,
+                   coalesce(min(reward) FILTER (WHERE outcome = ANY(:agent))
+                            = max(reward) FILTER (WHERE outcome = ANY(:agent)), false) AS even
+              FROM episode WHERE group_id = ANY(:ids) GROUP BY group_id ORDER BY group_id
             """
         ),
         {"ids": group_ids, "oldest": oldest, "agent": sorted(AGENT_OUTCOMES)},
     )
-    return {row.id: DropReason(row.reason) for row in rows}
+    return [_Judged(group_id=row.group_id, stale=row.stale, too_few=row.too_few, even=row.even) for row in rows]
+
+
+def _reasons(judged: Iterable[_Judged], *, num_refills: int) -> dict[int, DropReason]:
+    """One reason for each group that is dropped: one that two reasons speak against is replaced once, and counts once.
+
+    Of the groups without variance the oldest `num_refills` are dropped.
+    """
+    reasons: dict[int, DropReason] = {}
+    for group in judged:
+        if group.stale:
+            reasons[group.group_id] = DropReason.STALE
+        elif group.too_few:
+            reasons[group.group_id] = DropReason.TOO_FEW
+        elif group.even and num_refills > 0:
+            reasons[group.group_id] = DropReason.ZERO_VARIANCE
+            num_refills -= 1
+    return reasons
+
+
+def _drop(conn: Connection, reasons: Mapping[int, DropReason], *, version_in: int) -> None:
+    if reasons:
+        conn.execute(
+            text(
+                """
+                UPDATE episode_group g SET state = 'DROPPED', drop_reason = given.reason, dropped_version = :version_in
+                  FROM unnest(CAST(:ids AS bigint[]), CAST(:reasons AS text[])) AS given (id, reason)
+                 WHERE g.id = given.id
+                """
+            ),
+            {"ids": list(reasons), "reasons": list(reasons.values()), "version_in": version_in},
+        )
 
 
 def load_groups(conn: Connection, step_id: int) -> list[ScoredGroup]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
 from uuid import UUID
@@ -9,8 +10,10 @@ from uuid import UUID
 import pytest
 from sqlalchemy import text
 
-from common.db import episodes, steps, turns, versions
+from common.db import cancel, episodes, retries, steps, turns, versions
+from common.db.cancel import Cancelled
 from common.db.episodes import Claim, Wakeup
+from common.db.retries import AT_ONCE, Backoff
 from common.db.steps import Step, TrainedEpisode
 from common.episode import FINAL_STATES, STAGE_OF, EpisodeState, GroupState, Stage
 from common.errors import LeaseLost, SetupError
@@ -18,7 +21,9 @@ from common.outcomes import Outcome
 from common.weights import Published
 from tests.integration.world import World, make_turn
 
-MAX_ATTEMPTS = 2
+MAX_ATTEMPTS = 3
+LATER = Backoff(first_s=3600, max_s=3600)
+"""A wait that ends only when the test says so."""
 MAX_STALENESS = 1
 PUBLISHED = Published(path=Path("weights"), manifest_sha256="0" * 64)
 
@@ -34,6 +39,10 @@ class ModelEpisode:
     token: UUID | None = None
     expired: bool = False
     """Its lease ran out and nobody has reaped it yet."""
+    delayed: bool = False
+    """It failed twice or more, and its wait is not over."""
+    due: bool = False
+    """Its wait is over, and nobody has announced or claimed it yet."""
     sandbox: bool = False
     outcome: Outcome | None = None
     reward: float | None = None
@@ -53,9 +62,14 @@ class ModelEpisode:
     def move(self, to: EpisodeState) -> None:
         self.moves.append((self.state, to))
         self.state, self.token, self.expired = to, None, False
+        self.delayed = self.due = False
 
-    def give_back(self, *, afresh: bool, outcome: Outcome) -> None:
+    def give_back(self, *, afresh: bool, outcome: Outcome, backoff: Backoff) -> None:
         self.failures += 1
+        self._go_round(afresh=afresh, outcome=outcome)
+        self.delayed = backoff is LATER and self.failures > 1 and self.state not in FINAL_STATES
+
+    def _go_round(self, *, afresh: bool, outcome: Outcome) -> None:
         if self.failures >= MAX_ATTEMPTS:
             self.outcome = outcome
             self.move(EpisodeState.FAILED)
@@ -104,19 +118,20 @@ class Lockstep:
         for row in rows:
             self.episodes[row.id] = ModelEpisode(group_id=row.group_id)
             self.groups[row.group_id] = GroupState.OPEN
-        assert len(rows) == len(wakeups) == 2 * num_groups
+        assert len(rows) == len(wakeups) == self.world.run.config.episodes_per_group * num_groups
         assert wakeups == [self.episodes[wakeup.episode_id].wakeup(wakeup.episode_id) for wakeup in wakeups]
         return wakeups
 
     def deliver(self, wakeup: Wakeup) -> Claim | None:
         claim = self.world.claim(wakeup)
         episode = self.episodes[wakeup.episode_id]
-        free = episode.token is None and episode.wakeup(wakeup.episode_id) == wakeup
+        free = episode.token is None and episode.wakeup(wakeup.episode_id) == wakeup and not episode.delayed
         assert (claim is not None) == free
         if claim is not None:
             assert (claim.prepared is None) == (claim.stage is Stage.INIT)
             assert claim.outcome == episode.outcome
             episode.token = claim.token
+            episode.due = False
         return claim
 
     def holds(self, claim: Claim) -> bool:
@@ -171,25 +186,27 @@ class Lockstep:
             episode.outcome = outcome
         else:
             episode.reward = 0.5
+            self._leave_stragglers(episode.group_id)
         return self._announced([wakeup] if wakeup else [], [claim.episode_id])
 
-    def retry(self, claim: Claim, outcome: Outcome) -> list[Wakeup]:
+    def retry(self, claim: Claim, outcome: Outcome, backoff: Backoff = AT_ONCE) -> list[Wakeup]:
         """What a stage does after a failure of infrastructure."""
         episode = self.episodes[claim.episode_id]
         afresh = claim.stage is Stage.INIT or (claim.stage is Stage.RUN and episode.sandbox)
         arguments = {"outcome": outcome, "detail": "broken", "afresh": afresh, "max_attempts": MAX_ATTEMPTS}
+        arguments["backoff"] = backoff
         if not self.holds(claim):
             with pytest.raises(LeaseLost), self.database.begin() as conn:
-                episodes.retry(conn, claim, **arguments)
+                retries.retry(conn, claim, **arguments)
             return []
         with self.database.begin() as conn:
-            wakeup = episodes.retry(conn, claim, **arguments)
-        episode.give_back(afresh=afresh, outcome=outcome)
+            wakeup = retries.retry(conn, claim, **arguments)
+        episode.give_back(afresh=afresh, outcome=outcome, backoff=backoff)
         return self._announced([wakeup] if wakeup else [], [claim.episode_id])
 
     def release(self, claims: list[Claim]) -> list[Wakeup]:
         with self.database.begin() as conn:
-            wakeups = episodes.release(conn, [claim.token for claim in claims], why="shutting down")
+            wakeups = retries.release(conn, [claim.token for claim in claims], why="shutting down")
         held = {claim.episode_id for claim in claims if self.holds(claim)}
         for episode in (self.episodes[id] for id in held):
             if episode.needs_sandbox:
@@ -198,19 +215,55 @@ class Lockstep:
                 episode.move(episode.state)
         return self._announced(wakeups, held)
 
-    def reap(self) -> list[Wakeup]:
+    def reap(self, backoff: Backoff = AT_ONCE) -> list[Wakeup]:
         with self.database.begin() as conn:
-            wakeups = episodes.reap(conn, max_attempts=MAX_ATTEMPTS)
+            wakeups = retries.reap(conn, max_attempts=MAX_ATTEMPTS, backoff=backoff)
         expired = [id for id, episode in self.episodes.items() if episode.expired]
         for episode in (self.episodes[id] for id in expired):
-            episode.give_back(afresh=episode.needs_sandbox, outcome=Outcome.LEASE_LOST)
+            episode.give_back(afresh=episode.needs_sandbox, outcome=Outcome.LEASE_LOST, backoff=backoff)
         return self._announced(wakeups, expired)
 
-    def resend(self) -> list[Wakeup]:
+    def resend(self, *, only_due: bool = False) -> list[Wakeup]:
         with self.database.begin() as conn:
-            wakeups = episodes.resend(conn, after_s=0)
+            wakeups = episodes.resend(conn, after_s=3600 if only_due else 0)
         waiting = [id for id, episode in self.episodes.items() if episode.token is None]
-        return self._announced(wakeups, waiting)
+        announced = [id for id in waiting if self.episodes[id].due or not only_due]
+        for id in announced:
+            self.episodes[id].due = False
+        return self._announced(wakeups, announced)
+
+    def come_due(self) -> None:
+        """Let the time pass for which failed episodes wait."""
+        with self.database.begin() as conn:
+            conn.execute(text("UPDATE episode SET not_before = now() - interval '1 s' WHERE not_before > now()"))
+        for episode in self.episodes.values():
+            episode.due |= episode.delayed
+            episode.delayed = False
+
+    def cancel_episode(self, id: int) -> None:
+        with self.database.begin() as conn:
+            cancelled = cancel.cancel_episodes(conn, [id], why="enough")
+        self._cancelled(cancelled, [self.episodes[id]])
+
+    def cancel_group(self, id: int) -> None:
+        with self.database.begin() as conn:
+            cancelled = cancel.cancel_groups(conn, [id], why="enough")
+        self._cancelled(cancelled, self.members(id))
+
+    def cancel_run(self) -> None:
+        with self.database.begin() as conn:
+            cancelled = cancel.cancel_run(conn, self.world.run.id, why="enough")
+        self._cancelled(cancelled, list(self.episodes.values()))
+
+    def _cancelled(self, answer: Cancelled, chosen: list[ModelEpisode]) -> None:
+        """The answer must say what happened; those that had ended stay as they are."""
+        standing = [episode for episode in chosen if episode.state not in FINAL_STATES]
+        ended = Counter(episode.state for episode in chosen if episode.state in FINAL_STATES)
+        num_at_work = sum(episode.token is not None for episode in standing)
+        assert answer == Cancelled(num_cancelled=len(standing), num_at_work=num_at_work, already_final=ended)
+        for episode in standing:
+            episode.move(EpisodeState.CANCELLED)
+        self._complete_groups()
 
     def take(self) -> None:
         """Take the oldest fresh group into a step, and drop the others that can't be trained."""
@@ -257,14 +310,25 @@ class Lockstep:
         with self.database.begin() as conn:
             steps.finish_step(conn, step, published=PUBLISHED, metrics={}, trained=accounts)
 
+    def _leave_stragglers(self, group_id: int) -> None:
+        wanted, siblings = self.world.run.config.wanted, self.members(group_id)
+        if wanted is not None and sum(sibling.state is EpisodeState.SCORED for sibling in siblings) >= wanted:
+            for sibling in siblings:
+                if sibling.state not in FINAL_STATES:
+                    sibling.move(EpisodeState.CANCELLED)
+
     def members(self, group_id: int) -> list[ModelEpisode]:
         return [episode for episode in self.episodes.values() if episode.group_id == group_id]
 
     def _announced(self, wakeups: list[Wakeup], episode_ids: list[int] | set[int]) -> list[Wakeup]:
         """The messages must be those of these episodes as they now stand, each once; groups may be complete now."""
-        in_order = [wakeup for id in sorted(episode_ids) if (wakeup := self.episodes[id].wakeup(id)) is not None]
+        at_once = [id for id in sorted(episode_ids) if not self.episodes[id].delayed]
+        in_order = [wakeup for id in at_once if (wakeup := self.episodes[id].wakeup(id)) is not None]
         assert sorted(wakeups, key=lambda wakeup: wakeup.episode_id) == in_order
+        self._complete_groups()
+        return in_order
+
+    def _complete_groups(self) -> None:
         for id, state in self.groups.items():
             if state is GroupState.OPEN and all(episode.state in FINAL_STATES for episode in self.members(id)):
                 self.groups[id] = GroupState.COMPLETE
-        return in_order

@@ -7,7 +7,7 @@ from datetime import UTC, datetime, timedelta
 import pytest
 from sqlalchemy import text
 
-from common.db import audit, episodes, steps
+from common.db import audit, retries, steps
 from common.db.steps import TrainedEpisode
 from common.episode import Stage, episode_digest
 from common.outcomes import Outcome
@@ -83,7 +83,7 @@ def test_resumption_is_measured_from_the_kill(world: World) -> None:
     assert claim is not None
     kill = audit.Kill(worker="run@here:7", at=datetime.now(UTC) - timedelta(seconds=10))
     with world.database.begin() as conn:
-        (again,) = episodes.reap(conn, max_attempts=5)
+        (again,) = retries.reap(conn, max_attempts=5)
     with world.database.begin() as conn:
         (waiting,) = audit.resumptions(conn, world.run.id, [kill])
     world.sample(again)
@@ -103,7 +103,7 @@ def test_a_failed_episode_counts_as_no_resumption(world: World) -> None:
     claim = world.claim(world.feed()[0], worker="init@here:7")
     assert claim is not None
     with world.database.begin() as conn:
-        episodes.retry(conn, claim, outcome=Outcome.LEASE_LOST, detail="died", afresh=False, max_attempts=1)
+        retries.retry(conn, claim, outcome=Outcome.LEASE_LOST, detail="died", afresh=False, max_attempts=1)
     kill = audit.Kill(worker="init@here:7", at=datetime.now(UTC) - timedelta(seconds=10))
     with world.database.begin() as conn:
         assert audit.resumptions(conn, world.run.id, [kill]) == []

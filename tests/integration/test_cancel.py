@@ -16,7 +16,7 @@ import pytest
 from sqlalchemy import Connection, text
 
 from common.config import RunConfig
-from common.db import cancel, engines, episodes, groups, run_control, runs, sandboxes, steps, turns
+from common.db import cancel, engines, episodes, groups, retries, run_control, runs, sandboxes, steps, turns
 from common.db.cancel import Cancelled
 from common.db.episodes import Wakeup
 from common.db.session import Database
@@ -106,11 +106,11 @@ def test_a_worker_whose_episode_is_cancelled_writes_nothing_more_and_its_turns_s
     with pytest.raises(LeaseLost), world.database.begin() as conn:
         episodes.move(conn, claim, EpisodeState.SAMPLED, why="late", outcome=Outcome.FINISHED)
     with pytest.raises(LeaseLost), world.database.begin() as conn:
-        episodes.retry(conn, claim, outcome=Outcome.ENGINE_LOST, detail="late", afresh=True, max_attempts=5)
+        retries.retry(conn, claim, outcome=Outcome.ENGINE_LOST, detail="late", afresh=True, max_attempts=5)
     with world.database.begin() as conn:
         assert episodes.renew(conn, [claim.token], lease_s=5) == set()
-        assert episodes.release(conn, [claim.token], why="shutting down") == []
-        assert episodes.reap(conn, max_attempts=5) == []
+        assert retries.release(conn, [claim.token], why="shutting down") == []
+        assert retries.reap(conn, max_attempts=5) == []
         assert turns.load(conn, ready.episode_id, 1) == [make_turn(0)]
         assert conn.execute(text("SELECT worker FROM episode_event ORDER BY id DESC LIMIT 1")).scalar_one() == "w"
     assert row(world, "episode", ready.episode_id).state == "CANCELLED"
@@ -241,7 +241,7 @@ def test_heartbeats_workers_and_two_cancellations_at_once_leave_each_episode_fin
         for claim in reversed(claims):
             try:
                 with world.database.begin() as conn:
-                    episodes.retry(conn, claim, outcome=Outcome.LEASE_LOST, detail="x", afresh=True, max_attempts=1)
+                    retries.retry(conn, claim, outcome=Outcome.LEASE_LOST, detail="x", afresh=True, max_attempts=1)
                 failed += 1
             except LeaseLost:
                 continue

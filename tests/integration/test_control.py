@@ -2,37 +2,12 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from collections.abc import Callable
 
-import pytest
 from sqlalchemy import text
 
+from tests.integration.conftest import Answer
 from tests.integration.world import World
-
-Answer = tuple[int, str]
-"""Exit code, and all that was said."""
-
-
-@pytest.fixture
-def rollmill(world: World, database_url: str) -> Callable[..., Answer]:
-    """The command line beside the world's database."""
-    environment = {name: value for name, value in os.environ.items() if not name.startswith("ROLLMILL_")}
-
-    def call(*arguments: str) -> Answer:
-        done = subprocess.run(
-            [sys.executable, "-m", "deploy.cli", *arguments],
-            env={**environment, "ROLLMILL_DATABASE_URL": database_url},
-            capture_output=True,
-            text=True,
-            timeout=120,
-            check=False,
-        )
-        return done.returncode, done.stdout + done.stderr
-
-    return call
 
 
 def states(world: World) -> list[str]:
@@ -84,7 +59,21 @@ def test_a_run_is_paused_resumed_and_stopped(world: World, rollmill: Callable[..
         "run run-a is stopped: 4 episodes cancelled; 2 groups dropped\n",
     )
     listed = rollmill("run", "list")
-    assert listed[1].splitlines()[1].split() == ["run-a", "stopped", "-", "of", "4", "-", "4", "of", "4", "0", "4"]
+    assert listed[1].splitlines()[1].split() == [
+        "run-a",
+        "stopped",
+        "-",
+        "of",
+        "4",
+        "-",
+        "4",
+        "of",
+        "4",
+        "0",
+        "4",
+        "2",
+        "run_stopped",
+    ]
     assert rollmill("run", "stop", "run-a") == (
         2,
         "rollmill: run run-a is stopped: only one that is active or paused can become stopped\n",

@@ -8,8 +8,9 @@ from uuid import uuid4
 import pytest
 from sqlalchemy import text
 
-from common.db import episodes, groups, steps, turns, versions
+from common.db import episodes, groups, retries, steps, turns, versions
 from common.db.episodes import Wakeup
+from common.db.retries import Backoff
 from common.db.session import Database
 from common.episode import DropReason, EpisodeState, Stage
 from common.errors import LeaseLost, SetupError
@@ -32,7 +33,7 @@ def expire(database: Database) -> None:
 
 def reap(database: Database, max_attempts: int = 5) -> list[Wakeup]:
     with database.begin() as conn:
-        return episodes.reap(conn, max_attempts=max_attempts)
+        return retries.reap(conn, max_attempts=max_attempts)
 
 
 def test_second_delivery_loses(world: World):
@@ -86,9 +87,11 @@ def test_a_late_worker_writes_nothing_after_its_lease_was_taken(world: World):
     with pytest.raises(LeaseLost), world.database.begin() as conn:
         turns.save(conn, late, make_turn(0))
     with pytest.raises(LeaseLost), world.database.begin() as conn:
+        turns.save_last(conn, late, make_turn(0), outcome=Outcome.FINISHED)
+    with pytest.raises(LeaseLost), world.database.begin() as conn:
         episodes.move(conn, late, EpisodeState.SAMPLED, why="late", outcome=Outcome.FINISHED)
     with pytest.raises(LeaseLost), world.database.begin() as conn:
-        episodes.retry(conn, late, outcome=Outcome.ENGINE_LOST, detail="late", afresh=True, max_attempts=5)
+        retries.retry(conn, late, outcome=Outcome.ENGINE_LOST, detail="late", afresh=True, max_attempts=5)
     with world.database.begin() as conn:
         assert episodes.renew(conn, [late.token, current.token], lease_s=5) == {current.token}
         assert turns.load(conn, wakeup.episode_id, 1) == []
@@ -154,7 +157,7 @@ def test_eval_is_retried_on_the_turns_it_has(world: World):
     wakeup = world.sample(world.prepare(world.feed()[0]))
     claim = world.must_claim(wakeup)
     with world.database.begin() as conn:
-        again = episodes.retry(conn, claim, outcome=Outcome.HANDLER_FAILED, detail="boom", afresh=False, max_attempts=5)
+        again = retries.retry(conn, claim, outcome=Outcome.HANDLER_FAILED, detail="boom", afresh=False, max_attempts=5)
     assert again == wakeup
     world.score(wakeup, 0.5)
     assert row(world.database, "episode", wakeup.episode_id).reward == 0.5
@@ -164,7 +167,7 @@ def test_an_orderly_shutdown_costs_no_attempt(world: World):
     wakeup = world.prepare(world.feed()[0])
     claim = world.must_claim(wakeup)
     with world.database.begin() as conn:
-        assert episodes.release(conn, [claim.token], why="shutting down") == [wakeup]
+        assert retries.release(conn, [claim.token], why="shutting down") == [wakeup]
     stored = row(world.database, "episode", wakeup.episode_id)
     assert (stored.failures, stored.claim_token) == (0, None)
     assert world.claim(wakeup) is not None
@@ -272,7 +275,7 @@ def test_a_claim_says_how_many_turns_there_are_to_go_on_from(world: World):
     first = world.must_claim(wakeup, lease_s=-1)
     with world.database.begin() as conn:
         turns.save(conn, first, make_turn(0))
-        (again,) = episodes.reap(conn, max_attempts=5)
+        (again,) = retries.reap(conn, max_attempts=5)
     assert (first.num_turns, world.must_claim(again).num_turns) == (0, 1)
 
 
@@ -284,3 +287,77 @@ def test_a_claim_takes_the_configuration_that_its_process_has_parsed(world: Worl
             for wakeup, configs in zip(world.feed(), ({world.run.id: known}, {world.run.id + 1: known}), strict=True)
         ]
     assert [claim and claim.config for claim in claims] == [known, world.run.config]
+
+
+def fail(world: World, wakeup: Wakeup, backoff: Backoff) -> float | None:
+    """Seconds that an episode whose EVAL fails has to wait; None = its message is sent at once."""
+    claim = world.must_claim(wakeup)
+    failure = {"outcome": Outcome.HANDLER_FAILED, "detail": "boom", "afresh": False, "max_attempts": 99}
+    with world.database.begin() as conn:
+        again = retries.retry(conn, claim, **failure, backoff=backoff)
+        wait_s = conn.execute(
+            text("SELECT extract(epoch FROM not_before - now()) FROM episode WHERE id = :id"), {"id": wakeup.episode_id}
+        ).scalar_one()
+    assert again == (wakeup if wait_s is None else None)
+    return None if wait_s is None else float(wait_s)
+
+
+def come_due(world: World) -> None:
+    with world.database.begin() as conn:
+        conn.execute(text("UPDATE episode SET not_before = now() - interval '1 ms' WHERE not_before IS NOT NULL"))
+
+
+def test_each_failure_after_the_first_doubles_the_wait_up_to_its_bound(world: World):
+    wakeup = world.sample(world.prepare(world.feed()[0]))
+    waits = []
+    for _ in range(6):
+        waits.append(fail(world, wakeup, Backoff(first_s=1.5, max_s=10)))
+        come_due(world)
+    assert waits == [None, 1.5, 3.0, 6.0, 10.0, 10.0]
+
+
+def test_an_episode_that_waits_is_neither_claimed_nor_announced_before_its_time_and_then_announced_once(world: World):
+    wakeup = world.sample(world.prepare(world.feed()[0]))
+    backoff = Backoff(first_s=60, max_s=60)
+    assert fail(world, wakeup, backoff) is None
+    assert fail(world, wakeup, backoff) == 60
+
+    assert world.claim(wakeup) is None
+    with world.database.begin() as conn:
+        assert wakeup not in episodes.resend(conn, after_s=0)
+    come_due(world)
+    with world.database.begin() as conn:
+        assert episodes.resend(conn, after_s=60) == [wakeup]
+    with world.database.begin() as conn:
+        assert episodes.resend(conn, after_s=60) == []
+    world.score(wakeup)
+
+
+def test_a_lost_lease_waits_only_from_the_second_on(world: World):
+    wakeup = world.feed()[0]
+    backoff = Backoff(first_s=60, max_s=60)
+    world.must_claim(wakeup, lease_s=-1)
+    with world.database.begin() as conn:
+        (again,) = retries.reap(conn, max_attempts=9, backoff=backoff)
+    world.must_claim(again, lease_s=-1)
+    with world.database.begin() as conn:
+        assert retries.reap(conn, max_attempts=9, backoff=backoff) == []
+    assert row(world.database, "episode", wakeup.episode_id).attempt == 3
+
+
+def test_a_failed_episode_waits_for_nothing(world: World):
+    wakeup = world.sample(world.prepare(world.feed()[0]))
+    fail(world, wakeup, Backoff(first_s=60, max_s=60))
+    claim = world.must_claim(wakeup)
+    with world.database.begin() as conn:
+        retries.retry(
+            conn,
+            claim,
+            outcome=Outcome.HANDLER_FAILED,
+            detail="boom",
+            afresh=False,
+            max_attempts=2,
+            backoff=Backoff(first_s=60, max_s=60),
+        )
+    stored = row(world.database, "episode", wakeup.episode_id)
+    assert (stored.state, stored.not_before) == ("FAILED", None)

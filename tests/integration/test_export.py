@@ -10,7 +10,7 @@ import pyarrow.parquet as pq
 import pytest
 from sqlalchemy import text
 
-from common.db import episodes, export, prune, report, runs, turns
+from common.db import episodes, export, prune, report, retries, runs, turns
 from common.db.runs import Run
 from common.db.session import Database
 from common.episode import EpisodeState, FinishReason, Message, Sampled, Turn, VersionSpan
@@ -51,7 +51,7 @@ def play(world: World) -> list[int]:
     world.finish(wakeups[1])
     claim = world.must_claim(wakeups[2])
     with world.database.begin() as conn:
-        episodes.retry(conn, claim, outcome=Outcome.SANDBOX_FAILED, detail="no room", afresh=True, max_attempts=1)
+        retries.retry(conn, claim, outcome=Outcome.SANDBOX_FAILED, detail="no room", afresh=True, max_attempts=1)
     return [wakeup.episode_id for wakeup in wakeups]
 
 

@@ -12,6 +12,7 @@ from common.db.runs import Run
 from common.db.session import Database
 from common.errors import SetupError
 from workers.feeder import Feeder
+from workers.render.of_run import renderer_of
 
 
 def make_run(database: Database, name: str, *, handler: str = "calculator", dataset: Path | None = None) -> Run:
@@ -106,6 +107,15 @@ def test_a_run_that_cannot_be_fed_says_why_and_keeps_no_other_waiting(
     feeder.round()
     assert expected in (error_of(database, broken) or "")
     assert tasks_of(database, healthy)
+
+
+def test_a_run_whose_template_cannot_be_extended_is_not_fed(database: Database, sent: list[Wakeup]):
+    run = make_run(database, "run")
+
+    Feeder(database, sent.extend, prove=renderer_of).round()
+
+    assert "model has no tokenizer.json" in (error_of(database, run) or "")
+    assert sent == []
 
 
 def test_a_run_without_groups_takes_a_corrected_configuration(database: Database):

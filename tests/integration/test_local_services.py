@@ -26,8 +26,10 @@ from sqlalchemy import text
 
 from common.db.session import Database
 from common.errors import SetupError
+from common.queues import QueueKind
 from common.settings import Settings
 from deploy.broker import BrokerKind, check_broker, prepare_valkey
+from deploy.broker_queues import check_queues
 from deploy.child import NOBODY, Identity
 from deploy.flower import flower_password, flower_spec
 from deploy.folder import DataFolder
@@ -412,6 +414,14 @@ def test_rabbitmq_waits_a_day_for_an_acknowledgement_and_shows_its_queues(data_d
         wait_until(listens(int(re.findall(r":(\d+)/", host)[0])))
         assert status_of(f"{scheme}{host}queues", user, password) == 200
     assert_nothing_left(data_dir)
+
+
+def test_queues_of_the_stacks_own_node_follow_the_setting(data_dir: Path) -> None:
+    need_rabbitmq()
+    for kind in (QueueKind.CLASSIC, QueueKind.QUORUM):
+        with Stack(data_dir, BrokerKind.RABBITMQ, given={"ROLLMILL_BROKER_QUEUES": kind}) as stack:
+            given = Settings(broker_url=stack.broker_url, broker_queues=kind, data_dir=data_dir)
+            assert check_queues(given).troubles == ()
 
 
 @pytest.mark.parametrize("broker", BROKERS)

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from sqlalchemy import text
 
-from common.db import episodes, steps, versions
+from common.db import retries, steps, versions
 from common.db.examples import EXAMPLES, MORE_EXAMPLES, ask
 from common.db.steps import TrainedEpisode
 from common.outcomes import Outcome
@@ -30,7 +30,7 @@ def lived(world: World) -> World:
     first, second, third, fourth = world.feed(2)
     claim = world.must_claim(first)
     with world.database.begin() as conn:
-        again = episodes.retry(
+        again = retries.retry(
             conn, claim, outcome=Outcome.SANDBOX_FAILED, detail="no room", afresh=True, max_attempts=5
         )
     assert again is not None
@@ -78,7 +78,7 @@ def test_failures_are_named_by_their_own_kind_not_by_what_became_of_the_episode(
 def test_a_run_that_goes_on_counts_as_no_failure(world: World) -> None:
     claim = world.must_claim(world.feed()[0])
     with world.database.begin() as conn:
-        episodes.release(conn, [claim.token], why="the worker is shutting down")
+        retries.release(conn, [claim.token], why="the worker is shutting down")
     assert answer(world, "What broke") == ()
 
 

@@ -9,8 +9,8 @@ from uuid import uuid4
 import pytest
 from sqlalchemy import Connection, text
 
-from benchmarks.big_run import GROUPS_PER_STEP, NUM_COMPLETE, NUM_OPEN, Size, fill
-from common.db import engines, episodes, groups, sandboxes, steps, turns
+from benchmarks.big_run import GROUP_SIZE, GROUPS_PER_STEP, NUM_COMPLETE, NUM_OPEN, Size, fill
+from common.db import engines, episodes, groups, retries, sandboxes, sharing, steps, stragglers, turns
 from common.db.episodes import Claim, Wakeup
 from common.db.session import Database
 from common.episode import STAGE_OF, EpisodeState
@@ -68,6 +68,11 @@ def _claim(conn: Connection, world: World) -> Callable[[], object]:
     return lambda: claim(conn, wakeup)
 
 
+def _claim_scored(conn: Connection, world: World) -> Callable[[], object]:
+    (wakeup,) = waiting(conn, EpisodeState.SAMPLED)
+    return lambda: claim(conn, wakeup)
+
+
 def _claim_nothing(conn: Connection, world: World) -> Callable[[], object]:
     (wakeup,) = waiting(conn, EpisodeState.READY)
     claim(conn, wakeup)
@@ -81,7 +86,7 @@ def _renew(conn: Connection, world: World) -> Callable[[], object]:
 
 def _release(conn: Connection, world: World) -> Callable[[], object]:
     held = tokens(conn)
-    return lambda: episodes.release(conn, held, why="shutting down")
+    return lambda: retries.release(conn, held, why="shutting down")
 
 
 def _save(conn: Connection, world: World) -> Callable[[], object]:
@@ -89,8 +94,13 @@ def _save(conn: Connection, world: World) -> Callable[[], object]:
     return lambda: turns.save(conn, held, make_turn(0))
 
 
+def _save_last(conn: Connection, world: World) -> Callable[[], object]:
+    held = claimed(conn, EpisodeState.READY)
+    return lambda: turns.save_last(conn, held, make_turn(0), outcome=Outcome.FINISHED)
+
+
 def _load(conn: Connection, world: World) -> Callable[[], object]:
-    return lambda: (turns.load(conn, 1_000, 1), turns.load_transcript(conn, 1_000, 1))
+    return lambda: turns.load(conn, 1_000, 1)
 
 
 def _move(conn: Connection, world: World) -> Callable[[], object]:
@@ -99,9 +109,26 @@ def _move(conn: Connection, world: World) -> Callable[[], object]:
     return lambda: episodes.move(conn, held, EpisodeState.SCORED, why="scored", reward=1.0, reward_parts={})
 
 
+def _cancel_rest(conn: Connection, world: World) -> Callable[[], object]:
+    """A whole group in flight, which has as many scores as it wants: none."""
+    group_id = claimed(conn, EpisodeState.NEW).group_id
+    conn.execute(text("UPDATE episode_group SET wanted = 0 WHERE id = :id"), {"id": group_id})
+
+    def both() -> None:
+        stragglers.hold_siblings(conn, group_id)
+        assert stragglers.cancel_rest(conn, group_id) == GROUP_SIZE
+
+    return both
+
+
+def _loads(conn: Connection, world: World) -> Callable[[], object]:
+    conn.execute(text("UPDATE run SET max_sandboxes = 1000"))
+    return lambda: sharing.loads(conn)
+
+
 def _retry(conn: Connection, world: World) -> Callable[[], object]:
     held = claimed(conn, EpisodeState.NEW)
-    return lambda: episodes.retry(conn, held, outcome=Outcome.ENGINE_LOST, detail="", afresh=True, max_attempts=1)
+    return lambda: retries.retry(conn, held, outcome=Outcome.ENGINE_LOST, detail="", afresh=True, max_attempts=1)
 
 
 def _step(conn: Connection, world: World) -> Callable[[], object]:
@@ -131,18 +158,23 @@ def call_for_run(function: Callable[..., object], **arguments: object) -> Callab
 
 CALLS: dict[str, Callable[[Connection, World], Callable[[], object]]] = {
     "claim": _claim,
+    "claim_for_eval": _claim_scored,
     "claim_nothing": _claim_nothing,
     "renew": _renew,
     "release": _release,
     "save_turn": _save,
+    "save_last_turn": _save_last,
     "load_turns": _load,
     "move_and_count_final": _move,
+    "cancel_rest": _cancel_rest,
     "retry": _retry,
-    "reap": call(episodes.reap, max_attempts=3),
+    "reap": call(retries.reap, max_attempts=3),
     "resend": call(episodes.resend, after_s=60),
     "take_groups": lambda conn, world: lambda: _take(conn, world),
     "drop_groups": call_for_run(steps.take_groups, version_in=NUM_STEPS + 9, num_groups=1, max_staleness=1),
     "load_and_finish_step": _step,
+    "num_refilled": call_for_run(steps.num_refilled, version_in=NUM_STEPS),
+    "loads": _loads,
     "num_in_flight": call_for_run(groups.num_in_flight, live_version=NUM_STEPS - 2),
     "num_not_dropped": call_for_run(groups.num_not_dropped),
     "live_version": call_for_run(engines.live_version),

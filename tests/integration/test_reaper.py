@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import socket
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -78,3 +79,26 @@ def test_a_sandbox_that_cannot_be_removed_keeps_nothing_else_waiting(
     with world.database.begin() as conn:
         left = sandboxes.orphans(conn, node=socket.gethostname())
     assert [orphan.handle for orphan in left] == [handles[0]]
+
+
+def test_a_broker_that_starts_empty_gets_each_waiting_episode_once(world: World, tmp_path: Path) -> None:
+    waiting = [wakeup for _ in range(3) for wakeup in world.feed()]
+    sent: list[Wakeup] = []
+    Reaper(world.database, Settings(data_dir=tmp_path), StubbornBackend(""), sent.extend).resend_all()
+    assert sorted(sent, key=lambda wakeup: wakeup.episode_id) == waiting
+
+
+def test_an_episode_that_fails_again_is_announced_when_its_wait_is_over(world: World, tmp_path: Path) -> None:
+    sent: list[Wakeup] = []
+    settings = Settings(data_dir=tmp_path, retry_backoff_s=60)
+    reaper = Reaper(world.database, settings, StubbornBackend(""), sent.extend)
+    (wakeup, _) = world.feed()
+    for attempt in (1, 2):
+        world.must_claim(replace(wakeup, attempt=attempt), lease_s=-1)
+        reaper.round()
+    reaper.round()
+    assert sent == [replace(wakeup, attempt=2)]
+    with world.database.begin() as conn:
+        conn.execute(text("UPDATE episode SET not_before = now() WHERE not_before IS NOT NULL"))
+    reaper.round()
+    assert sent[1:] == [replace(wakeup, attempt=3)]

@@ -11,7 +11,7 @@ import pytest
 from sqlalchemy import Connection, text
 
 from common.config import RolloutConfig, RunConfig, TrainConfig
-from common.db import engines, episodes, groups, report, runs, steps, tasks, turns, versions
+from common.db import engines, episodes, groups, report, retries, runs, steps, tasks, turns, versions
 from common.db.episodes import Claim, Wakeup
 from common.db.examples import EXAMPLES, Answer, ask, run_example
 from common.db.session import Database
@@ -204,7 +204,7 @@ def test_snapshot_shows_why_episodes_failed_and_what_handlers_raise_but_no_troub
 
     def last_after(wakeup: Wakeup, outcome: Outcome, detail: str, max_attempts: int = 5) -> str | None:
         claim = played.claim(wakeup)
-        episodes.retry(played.conn, claim, outcome=outcome, detail=detail, afresh=False, max_attempts=max_attempts)
+        retries.retry(played.conn, claim, outcome=outcome, detail=detail, afresh=False, max_attempts=max_attempts)
         return take_snapshot(played.conn, played.run.id).last_failure
 
     assert last_after(over, Outcome.HANDLER_FAILED, "init of a:B: once") == "handler_failed: init of a:B: once"
@@ -224,14 +224,14 @@ def play_whole_run(played: PlayedRun) -> dict[str, list[int]]:
 
     # One is tried twice from the start; one fails for good; its sibling and the next group are trained.
     e, f, g, h, i, j = played.feed(num_groups=3)
-    again = episodes.retry(
+    again = retries.retry(
         played.conn, played.claim(e), outcome=Outcome.SANDBOX_FAILED, detail="no room", afresh=True, max_attempts=5
     )
     assert again is not None
     played.play(again, reward=1.0, versions=(1,))
     played.play(f, reward=1.0, versions=(1,))
     for wakeup in (g, h):
-        episodes.retry(
+        retries.retry(
             played.conn, played.claim(wakeup), outcome=Outcome.HANDLER_FAILED, detail="bug", afresh=True, max_attempts=1
         )
     # The second group has no baseline and is dropped; the third makes the step full.

@@ -11,12 +11,27 @@ import pytest
 from sqlalchemy import make_url, text
 from sqlalchemy.exc import IntegrityError
 
-from common.db import engines, episodes, groups, report, runs, sandboxes, snapshot, steps, tasks, turns, versions
+from common.config import RolloutConfig, SharingConfig
+from common.db import (
+    engines,
+    episodes,
+    groups,
+    report,
+    retries,
+    runs,
+    sandboxes,
+    sharing,
+    snapshot,
+    steps,
+    tasks,
+    turns,
+    versions,
+)
 from common.db.episodes import Claim, Wakeup
 from common.db.roles import Role, grant_roles, user_of
 from common.db.session import Database, check_schema
 from common.db.steps import TrainedEpisode
-from common.episode import EpisodeState
+from common.episode import EpisodeState, Stage
 from common.errors import SetupError
 from common.outcomes import Outcome
 from common.weights import Published
@@ -78,9 +93,10 @@ def claim_as(database: Database, wakeup: Wakeup) -> Claim:
     return claim
 
 
-def feed(cast: Cast, world: World, *, num_groups: int) -> list[Wakeup]:
+def feed(cast: Cast, world: World, *, num_groups: int, wanted: int | None = None) -> list[Wakeup]:
     with cast[Role.FEEDER].begin() as conn:
         assert [run.name for run in runs.active(conn)] == ["run-a"]
+        assert [load.episodes for load in sharing.loads(conn)] == [0]
         cursor = runs.lock_cursor(conn, world.run.id)
         assert cursor is not None
         engines.live_version(conn, world.run.id)
@@ -88,7 +104,7 @@ def feed(cast: Cast, world: World, *, num_groups: int) -> list[Wakeup]:
         assert tasks.ids(conn, world.run.config.dataset_name)[: len(world.task_ids)] == world.task_ids
         assert groups.num_in_flight(conn, world.run.id, live_version=0) == 0
         assert groups.num_not_dropped(conn, world.run.id) == 0
-        wakeups = groups.create(conn, run_id=world.run.id, task_ids=world.task_ids[:num_groups], size=2)
+        wakeups = groups.create(conn, run_id=world.run.id, task_ids=world.task_ids[:num_groups], size=2, wanted=wanted)
         runs.move_cursor(conn, world.run.id, replace(cursor, index=num_groups))
     return wakeups
 
@@ -107,15 +123,13 @@ def sample(cast: Cast, wakeup: Wakeup) -> Wakeup:
     with cast[Role.RUN].begin() as conn:
         turns.save(conn, claim, make_turn(0))
         assert turns.load(conn, claim.episode_id, claim.attempt) == [make_turn(0)]
-        moved = episodes.move(conn, claim, EpisodeState.SAMPLED, why="played", outcome=Outcome.FINISHED)
-    assert moved is not None
-    return moved
+        return turns.save_last(conn, claim, make_turn(1), outcome=Outcome.FINISHED)
 
 
 def score(cast: Cast, wakeup: Wakeup, reward: float = 1.0) -> None:
     claim = claim_as(cast[Role.EVAL], wakeup)
     with cast[Role.EVAL].begin() as conn:
-        assert [m.content for m in turns.load_transcript(conn, claim.episode_id, claim.attempt)] == ["said"]
+        assert [message["content"] for turn in claim.transcript for message in turn] == ["said", "said"]
         episodes.move(conn, claim, EpisodeState.SCORED, why="scored", reward=reward, reward_parts={"right": reward})
 
 
@@ -126,7 +140,7 @@ def train(cast: Cast, world: World) -> list[int]:
         versions.publish(conn, run.id, 0, PUBLISHED)
         versions.publish(conn, run.id, 0, PUBLISHED)
         assert steps.open_step(conn, run.id) is None
-        step = steps.take_groups(conn, run.id, version_in=0, num_groups=2, max_staleness=1).step
+        step = steps.take_groups(conn, run.id, version_in=0, num_groups=2, max_staleness=1, max_refills=1).step
         assert step is not None
         loaded = [episode for group in steps.load_groups(conn, step.id) for episode in group.episodes]
         trained = [
@@ -134,25 +148,39 @@ def train(cast: Cast, world: World) -> list[int]:
             for e in loaded
         ]
         steps.finish_step(conn, step, published=PUBLISHED, metrics={"loss": 0.5}, trained=trained)
+        heavier = world.run.config.model_copy(update={"sharing": SharingConfig(weight=2)})
+        assert runs.open_run(conn, heavier).config == heavier
         runs.finish(conn, run.id)
     return [episode.episode_id for episode in loaded]
 
 
 def test_the_roles_do_a_whole_run_between_them(cast: Cast, world: World, tmp_path: Path) -> None:
-    wakeups = feed(cast, world, num_groups=2)
-    for wakeup in wakeups:
-        score(cast, sample(cast, prepare(cast, wakeup)))
-    assert train(cast, world) == [wakeup.episode_id for wakeup in wakeups]
+    even, *wakeups = feed(cast, world, num_groups=3)
+    for number, wakeup in enumerate((even, *wakeups)):
+        score(cast, sample(cast, prepare(cast, wakeup)), reward=float(number < 2 or number % 2))
+    # The first group's rewards are equal: it is dropped.
+    assert train(cast, world) == [wakeup.episode_id for wakeup in wakeups[1:]]
     with cast[Role.READER].begin() as conn:
         now = snapshot.take_snapshot(conn, world.run.id)
-        assert (now.episodes[EpisodeState.SCORED], now.version_newest) == (4, 1)
+        assert (now.episodes[EpisodeState.SCORED], now.version_newest) == (6, 1)
         assert report.summary(conn, world.run.id).episodes_trained == 4
-    assert export_run(cast[Role.READER], world.run, tmp_path / "out", report=lambda *_: None)["turns"] == 4
+    assert export_run(cast[Role.READER], world.run, tmp_path / "out", report=lambda *_: None)["turns"] == 12
 
 
 def test_every_process_may_see_that_its_schema_is_right(cast: Cast) -> None:
     for role in Role:
         check_schema(cast[role])
+
+
+def test_eval_cancels_the_stragglers_of_a_group_that_has_enough(cast: Cast, world: World) -> None:
+    with world.database.begin() as conn:
+        config = world.run.config.model_copy(update={"rollout": RolloutConfig(group_size=2, oversample=1)})
+        world.run = runs.open_run(conn, config)
+    (first, second) = feed(cast, world, num_groups=1, wanted=1)
+    score(cast, sample(cast, prepare(cast, first)))
+    with world.database.begin() as conn:
+        states = conn.execute(text("SELECT state FROM episode ORDER BY id")).scalars().all()
+    assert (states, second.stage) == (["SCORED", "CANCELLED"], Stage.INIT)
 
 
 @pytest.mark.parametrize("role", [Role.INIT, Role.RUN, Role.EVAL])
@@ -166,12 +194,12 @@ def test_each_stage_may_retry_fail_and_hand_back(cast: Cast, world: World, role:
     retried, handed_back, failed, failed_too = (waiting(wakeup) for wakeup in feed(cast, world, num_groups=2))
     claim = claim_as(cast[role], handed_back)
     with cast[role].begin() as conn:
-        assert len(episodes.release(conn, [claim.token], why="ends")) == 1
+        assert len(retries.release(conn, [claim.token], why="ends")) == 1
     claim = claim_as(cast[role], retried)
     for wakeup, max_attempts in ((retried, 5), (failed, 1), (failed_too, 1)):
         claim = claim if wakeup is retried else claim_as(cast[role], wakeup)
         with cast[role].begin() as conn:
-            again = episodes.retry(
+            again = retries.retry(
                 conn, claim, outcome=Outcome.HANDLER_FAILED, detail="bug", afresh=False, max_attempts=max_attempts
             )
         assert (again is None) == (max_attempts == 1)
@@ -189,7 +217,7 @@ def test_the_reaper_reaps_resends_and_sweeps(cast: Cast, world: World) -> None:
         conn.execute(text("UPDATE episode SET lease_until = now() - interval '1 s' WHERE claim_token IS NOT NULL"))
         conn.execute(text("UPDATE episode SET failures = 4 WHERE id = :id"), {"id": poison.episode_id})
     with cast[Role.REAPER].begin() as conn:
-        assert [wakeup.episode_id for wakeup in episodes.reap(conn, max_attempts=5)] == [dead.episode_id]
+        assert [wakeup.episode_id for wakeup in retries.reap(conn, max_attempts=5)] == [dead.episode_id]
     with cast[Role.REAPER].begin() as conn:
         assert len(episodes.resend(conn, after_s=0)) == 3
     with world.database.begin() as conn:
@@ -249,9 +277,19 @@ def test_what_each_process_may_not_write_besides(cast: Cast) -> None:
     refused = {
         Role.INIT: ("UPDATE engine SET version = 9", "UPDATE run SET state = 'STOPPED'"),
         Role.RUN: ("UPDATE episode SET prepared = NULL", "INSERT INTO policy_version VALUES (1, 1, 'p', 's')"),
-        Role.EVAL: ("UPDATE episode SET prepared = NULL", "INSERT INTO sandbox (episode_id) VALUES (1)"),
+        Role.EVAL: (
+            "UPDATE episode SET prepared = NULL",
+            "INSERT INTO sandbox (episode_id) VALUES (1)",
+            "UPDATE episode_group SET wanted = 1",
+            "UPDATE run SET weight = 9",
+        ),
         Role.TRAINER: ("UPDATE episode SET state = 'NEW'", "UPDATE run SET config = '{}'", "DELETE FROM train_step"),
-        Role.FEEDER: ("UPDATE episode SET state = 'READY'", "UPDATE run SET state = 'FINISHED'"),
+        Role.FEEDER: (
+            "UPDATE episode SET state = 'READY'",
+            "UPDATE run SET state = 'FINISHED'",
+            "UPDATE run SET weight = 9",
+            "UPDATE sandbox SET destroyed_at = now()",
+        ),
         Role.REAPER: ("INSERT INTO episode (run_id) VALUES (1)", "UPDATE sandbox SET handle = '/'"),
     }
     for role, statements in refused.items():

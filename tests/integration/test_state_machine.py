@@ -8,23 +8,28 @@ from dataclasses import replace
 from itertools import pairwise
 from typing import Any, TypeVar
 
+import pytest
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule, run_state_machine_as_test
 from hypothesis.strategies import SearchStrategy
 from sqlalchemy import Connection, text
 
-from common.db import groups
+from common.config import RolloutConfig
+from common.db import groups, runs
 from common.db.episodes import Claim, Wakeup
+from common.db.retries import AT_ONCE
 from common.episode import FINAL_STATES, MOVES, EpisodeState, GroupState, Stage
 from common.outcomes import AGENT_OUTCOMES, Outcome
-from tests.integration.lockstep import MAX_ATTEMPTS, Lockstep
+from tests.integration.lockstep import LATER, MAX_ATTEMPTS, Lockstep
 from tests.integration.world import World
 
 INFRASTRUCTURE = sorted(set(Outcome) - AGENT_OUTCOMES)
 DEEDS = (
     *("deliver", "deliver", "deliver", "move_on", "move_on", "move_on", "save_turn", "save_turn"),
-    *("feed", "deliver_late", "deliver_wrong", "lose_all_messages", "renew", "retry", "release"),
+    *("feed", "deliver_late", "deliver_wrong", "lose_all_messages", "renew", "retry", "retry", "release"),
+    *("cancel_episode", "cancel_group", "cancel_run", "come_due", "resend_due"),
+    *("fail_again", "fail_again", "deliver_delayed", "deliver_delayed"),
     *("expire", "expire", "reap", "resend", "go_all_the_way", "go_all_the_way", "train", "train"),
 )
 Draw = Callable[[SearchStrategy[Any]], Any]
@@ -53,8 +58,7 @@ class EpisodeMachine(RuleBasedStateMachine):
             self.messages += self.both.feed(1)
 
     def deliver(self, draw: Draw) -> None:
-        waiting = {episode.wakeup(id) for id, episode in self.both.episodes.items() if episode.token is None}
-        if message := self._one_of(draw, [message for message in self.messages if message in waiting]):
+        if message := self._one_of(draw, [message for message in self.messages if self._waits_for(message)]):
             self._deliver(message)
 
     def deliver_late(self, draw: Draw) -> None:
@@ -85,7 +89,18 @@ class EpisodeMachine(RuleBasedStateMachine):
 
     def retry(self, draw: Draw) -> None:
         if claim := self._claim(draw):
-            self.messages += self.both.retry(claim, draw(st.sampled_from(INFRASTRUCTURE)))
+            outcome, backoff = draw(st.sampled_from(INFRASTRUCTURE)), draw(st.sampled_from([AT_ONCE, LATER]))
+            self.messages += self.both.retry(claim, outcome, backoff)
+
+    def fail_again(self, draw: Draw) -> None:
+        """An episode fails twice in a row, after which it has to wait."""
+        message = self._one_of(draw, [message for message in self.messages if self._waits_for(message)])
+        for backoff in (AT_ONCE, LATER):
+            if message and (claim := self.both.deliver(message)):
+                self.claims.append(claim)
+                again = self.both.retry(claim, Outcome.ENGINE_LOST, backoff)
+                self.messages += again
+                message = next(iter(again), None)
 
     def release(self, draw: Draw) -> None:
         self.messages += self.both.release(self._some_claims(draw))
@@ -95,7 +110,31 @@ class EpisodeMachine(RuleBasedStateMachine):
             self.both.expire(claim)
 
     def reap(self, draw: Draw) -> None:
-        self.messages += self.both.reap()
+        self.messages += self.both.reap(draw(st.sampled_from([AT_ONCE, LATER])))
+
+    def come_due(self, draw: Draw) -> None:
+        self.both.come_due()
+
+    def resend_due(self, draw: Draw) -> None:
+        self.messages += self.both.resend(only_due=True)
+
+    def deliver_delayed(self, draw: Draw) -> None:
+        """A message of before the failure, or of another sender, comes for an episode that has to wait."""
+        waiting = [id for id, episode in self.both.episodes.items() if episode.delayed or episode.due]
+        if (id := self._one_of(draw, waiting)) and (message := self.both.episodes[id].wakeup(id)):
+            self._deliver(message)
+
+    def cancel_episode(self, draw: Draw) -> None:
+        if (id := self._one_of(draw, sorted(self.both.episodes))) is not None:
+            self.both.cancel_episode(id)
+
+    def cancel_group(self, draw: Draw) -> None:
+        if (id := self._one_of(draw, sorted(self.both.groups))) is not None and draw(st.integers(0, 1)):
+            self.both.cancel_group(id)
+
+    def cancel_run(self, draw: Draw) -> None:
+        if not draw(st.integers(0, 3)):
+            self.both.cancel_run()
 
     def resend(self, draw: Draw) -> None:
         self.messages += self.both.resend()
@@ -115,6 +154,10 @@ class EpisodeMachine(RuleBasedStateMachine):
 
     def _one_of(self, draw: Draw, items: Sequence[Item]) -> Item | None:
         return draw(st.sampled_from(items)) if items else None
+
+    def _waits_for(self, message: Wakeup) -> bool:
+        episode = self.both.episodes.get(message.episode_id)
+        return episode is not None and episode.token is None and episode.wakeup(message.episode_id) == message
 
     def _claim(self, draw: Draw) -> Claim | None:
         """Mostly one that holds, at times that of a late worker."""
@@ -144,6 +187,7 @@ class EpisodeMachine(RuleBasedStateMachine):
         for episode in self.both.episodes.values():
             episode.expired = episode.token is not None
         self.both.reap()
+        self.both.come_due()
         self._work_off(self.both.resend())
         if self.both.step is not None:
             self.both.finish_step()
@@ -179,6 +223,8 @@ def rows_and_model_agree(tables: Tables) -> None:
     assert {row.id for row in tables.episodes} == set(tables.both.episodes)
     for row in tables.episodes:
         model = tables.both.episodes[row.id]
+        waits = row.not_before is not None
+        assert waits == (model.delayed or model.due)
         stored = (row.state, row.attempt, row.failures, row.claim_token, row.outcome, row.reward)
         assert stored == (
             model.state,
@@ -197,6 +243,7 @@ def every_episode_is_final_or_claimed_or_waits_for_a_message(tables: Tables) -> 
         final = row.state in FINAL_STATES
         assert (row.claim_token is None) == (row.claim_worker is None) == (row.lease_until is None)
         assert not (final and row.claim_token)
+        assert row.not_before is None or not (final or row.claim_token)
         assert final == (row.finished_at is not None)
         assert final or row.enqueued_at is not None
         assert (row.reward is not None) == (row.state == EpisodeState.SCORED)
@@ -278,7 +325,11 @@ CHECKS = (
 )
 
 
-def test_any_interleaving_keeps_the_invariants(world: World) -> None:
+@pytest.mark.parametrize("oversample", [0, 1])
+def test_any_interleaving_keeps_the_invariants(world: World, oversample: int) -> None:
+    rollout = RolloutConfig(group_size=2, oversample=oversample)
+    with world.database.begin() as conn:
+        world.run = runs.open_run(conn, world.run.config.model_copy(update={"rollout": rollout}))
     run_state_machine_as_test(
         lambda: EpisodeMachine(world),
         settings=settings(

@@ -29,7 +29,8 @@ class World:
                 conn,
                 run_id=self.run.id,
                 task_ids=self.task_ids[:num_groups],
-                size=self.run.config.rollout.group_size,
+                size=self.run.config.episodes_per_group,
+                wanted=self.run.config.wanted,
             )
 
     def claim(self, wakeup: Wakeup, *, lease_s: float = 30, worker: str = "w") -> Claim | None:
@@ -52,10 +53,7 @@ class World:
     def sample(self, wakeup: Wakeup, *, version: int = 0) -> Wakeup:
         claim = self.must_claim(wakeup)
         with self.database.begin() as conn:
-            turns.save(conn, claim, make_turn(0, version=version))
-            moved = episodes.move(conn, claim, EpisodeState.SAMPLED, why="finished", outcome=Outcome.FINISHED)
-        assert moved is not None
-        return moved
+            return turns.save_last(conn, claim, make_turn(0, version=version), outcome=Outcome.FINISHED)
 
     def score(self, wakeup: Wakeup, reward: float = 1.0) -> None:
         claim = self.must_claim(wakeup)

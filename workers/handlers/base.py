@@ -1,4 +1,9 @@
-"""What a kind of task must provide: INIT calls `init`, RUN `call_tool`, EVAL `eval`. Handlers know no database."""
+"""What a kind of task must provide: INIT calls `init`, RUN `call_tool`, EVAL `eval`. Handlers know no database.
+
+Each call has a time budget (`rollout.*_timeout_s` of the run). When it is used up, or the episode was cancelled,
+`init` and `eval` see a StageTimeout raised in the middle of their code, `call_tool` a CancelledError: clear up within
+ROLLMILL_STAGE_GRACE_S and let it pass.
+"""
 
 from __future__ import annotations
 
@@ -55,7 +60,10 @@ class Handler(Protocol):
         ...
 
     async def call_tool(self, call: ToolCall, payload: dict[str, JsonValue], sandbox: SandboxSession | None) -> str:
-        """Run a tool call; the agent's mistakes come back as text ("error: ...", "unknown tool: ...")."""
+        """Run a tool call; the agent's mistakes come back as text ("error: ...", "unknown tool: ...").
+
+        Hundreds of episodes share its event loop: what blocks goes into `asyncio.to_thread`.
+        """
         ...
 
     def eval(self, payload: dict[str, JsonValue], transcript: tuple[Message, ...]) -> Score:

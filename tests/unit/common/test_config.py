@@ -29,6 +29,13 @@ def test_a_minimal_file_gets_the_defaults(tmp_path: Path):
         (MINIMAL + "[rollout]\ngroup_size = 1", "rollout.group_size: .*greater than or equal to 2"),
         (MINIMAL + "[rollout]\ntemperature = 0", "rollout.temperature: .*greater than 0"),
         (MINIMAL + "[train]\nminibatches = 17", "a minibatch would be empty"),
+        (MINIMAL + "[sharing]\nweight = -1", "sharing.weight: .*greater than or equal to 0"),
+        (MINIMAL + "[sharing]\nweight = inf", "sharing.weight: .*finite number"),
+        (
+            MINIMAL + "[rollout]\noversample = 2\n[sharing]\nmax_sandboxes = 9",
+            "sharing.max_sandboxes = 9 is less than the 10 episodes of a group",
+        ),
+        (MINIMAL + '[train]\nzero_variance = "drop"', "train.zero_variance: .*'train' or 'refill'"),
         ('name = "A b"\nmodel = "m"', "name: "),
     ],
 )
@@ -42,3 +49,14 @@ def test_a_file_that_cannot_be_read_is_named(tmp_path: Path):
         load_run_config(tmp_path)
     with pytest.raises(SetupError, match=r"run\.toml cannot be read: No such file"):
         load_run_config(tmp_path / "run.toml")
+
+
+def test_refills_are_bounded_by_ten_times_the_groups_of_a_step_and_off_by_default(tmp_path: Path):
+    refill = MINIMAL + '[train]\nzero_variance = "refill"\n'
+    given = [MINIMAL, refill, refill + "max_refills_per_step = 7"]
+    assert [load_run_config(write(tmp_path, text)).train.max_refills for text in given] == [0, 160, 7]
+
+
+def test_a_group_is_made_with_the_extra_episodes_and_wants_no_more_scores_than_its_size(tmp_path: Path):
+    plain, extra = (load_run_config(write(tmp_path, MINIMAL + more)) for more in ("", "[rollout]\noversample = 2"))
+    assert [(config.episodes_per_group, config.wanted) for config in (plain, extra)] == [(8, None), (10, 8)]

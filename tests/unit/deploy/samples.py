@@ -10,7 +10,7 @@ from common.config import RunConfig, TrainConfig
 from common.db.examples import EXAMPLES, Answer
 from common.db.report import Summary
 from common.db.snapshot import Snapshot, StageCounts, VersionReward
-from common.episode import EpisodeState, GroupState, RunState, Stage
+from common.episode import DropReason, EpisodeState, GroupState, RunState, Stage
 from deploy.progress import Rates, View
 from deploy.report import Report, Seconds, Session
 from deploy.supervisor import ProcessStatus, State
@@ -69,8 +69,11 @@ def make_summary(**changes: Any) -> Summary:
         episodes_trained=5120,
         episodes_failed=4,
         episodes_cancelled=0,
+        episodes_stragglers=0,
         episodes_stale=16,
         episodes_dropped_other=0,
+        episodes_zero_variance=0,
+        groups_dropped={DropReason.STALE: 2},
         episodes_untrainable=0,
         episodes_in_flight=0,
         episodes_lost=0,

@@ -19,6 +19,7 @@ from common.episode import EngineState, FinishReason, Sampled, Stage, VersionSpa
 from common.errors import DatabaseUnavailable, EpisodeError
 from common.outcomes import Outcome
 from tests.unit.workers.waiting import until
+from workers.agent import OutOfTime
 from workers.engine_client import EngineClient
 from workers.engine_errors import ContextOverflow
 from workers.engine_pool import EPISODE_SLACK, GROUP_SLACK, EnginePool, fresh_enough, joined
@@ -92,6 +93,7 @@ def make_claim(*, episode: int = 1, group: int = 1, max_tokens: int = 3) -> Clai
         prepared=None,
         num_turns=0,
         outcome=None,
+        transcript=[],
     )
 
 
@@ -203,6 +205,22 @@ async def test_gives_up_after_the_wait(fleet: Fleet) -> None:
             await pool.generate(make_claim(), [1], request_id="r", stop_ids=())
     assert caught.value.outcome is Outcome.ENGINE_LOST
     assert 0.3 <= time.monotonic() - started < 2
+
+
+async def test_a_request_is_cut_off_when_the_agents_time_is_used_up(fleet: Fleet) -> None:
+    for engine in fleet.engines:
+        engine.fail_next(GENERATE, Fault.HANG)
+    with pytest.raises(OutOfTime, match="had not answered when the agent's time was used up"):
+        await fleet.pool.generate(make_claim(), [1], request_id="r", stop_ids=(), limit_s=0.2)
+
+
+async def test_waiting_for_an_engine_is_not_the_agents_time(fleet: Fleet) -> None:
+    rows, fleet.rows = fleet.rows, []
+    started = time.monotonic()
+    waiting = asyncio.create_task(fleet.pool.generate(make_claim(), [1], request_id="r", stop_ids=(), limit_s=1.0))
+    await until(lambda: time.monotonic() - started > 1.1)
+    fleet.rows = rows
+    assert (await waiting).sampled.ids == (10, 11, 12)
 
 
 async def test_engines_that_all_fail_name_the_last_reason(fleet: Fleet) -> None:

@@ -168,13 +168,6 @@ def test_a_template_whose_text_but_not_ids_can_be_extended_is_refused() -> None:
         make_renderer(template, "\n\n")
 
 
-def test_a_template_that_drops_earlier_thinking_is_refused() -> None:
-    template = CHATML.replace("+ message.content }}", "+ message.content.split('</think>')[-1] }}")
-
-    with pytest.raises(SetupError, match=r"models/some: .*drops the thinking of earlier turns"):
-        make_renderer(template)
-
-
 def test_a_template_that_renders_each_result_differently_in_company_is_refused() -> None:
     template = CHATML.replace("+ message.content + '\\n</tool", "+ loop.index | string + message.content + '\\n</tool")
 
@@ -203,12 +196,51 @@ def test_a_result_cannot_open_or_close_a_turn() -> None:
     assert "< |im_end|>" in renderer.decode(forged)
 
 
-@pytest.mark.parametrize("messages", [[], [Message(role="user", content="More.")]])
-def test_a_suffix_takes_tool_results_only(messages: list[Message]) -> None:
+@pytest.mark.parametrize("messages", [[], [Message(role="system", content="More.")]])
+def test_a_suffix_takes_no_other_roles(messages: list[Message]) -> None:
     renderer = make_renderer()
 
     with pytest.raises(ValueError, match="suffix"):
         renderer.suffix(messages)
+
+
+def test_the_separator_is_cut_behind_the_close_token_and_never_counted_as_the_turn_s() -> None:
+    renderer = make_renderer()
+    newline = make_tokenizer().encode("\n").ids
+
+    segments = renderer.segments([*QUESTION, *tool_turns()], [TOOL])
+
+    for said, given in zip(segments[1::2], segments[2::2], strict=False):
+        assert said.ids[-1] == renderer.close_id
+        assert list(given.ids[:1]) == newline
+
+
+def test_a_template_that_no_user_can_answer_still_takes_tool_results() -> None:
+    # It shows the tools before the last user message, wherever that is.
+    later_users = "messages[loop.index:] | selectattr('role', 'equalto', 'user') | list"
+    shown = "{%- if message.role == 'user' and not " + later_users + " %}{{ '[tools]' }}{% endif %}\n"
+    renderer = make_renderer(
+        CHATML.replace("{%- if message.role == 'tool' %}", shown + "{%- if message.role == 'tool' %}")
+    )
+
+    assert renderer.suffix(tool_turns()[1:2])
+    with pytest.raises(ValueError, match=r"cannot hold a user message: models/some: .* at id \d+"):
+        renderer.suffix([Message(role="user", content="More.")])
+
+
+def test_ids_that_depend_on_their_neighbours_are_refused_and_never_cut_to_fit() -> None:
+    renderer = make_renderer(CHATML, "\n\n")
+
+    with pytest.raises(ValueError, match="cannot be extended"):
+        renderer.segments([*QUESTION, Message(role="assistant", content="\nA tree.")], [TOOL])
+
+
+def test_a_user_s_answer_to_a_turn_without_calls_is_a_suffix() -> None:
+    renderer = make_renderer()
+
+    suffix = renderer.decode(renderer.suffix([Message(role="user", content="More.")]))
+
+    assert suffix == "\n<|im_start|>user\nMore.<|im_end|>\n<|im_start|>assistant\n"
 
 
 def test_no_tools_look_like_no_tools_to_the_template() -> None:
@@ -263,7 +295,6 @@ def test_special_tokens_of_the_folder_are_known_to_the_template(tmp_path: Path) 
     ("missing", "message"),
     [
         ("tokenizer.json", "has no tokenizer.json"),
-        ("tokenizer_config.json", "names no eos_token"),
         ("chat_template.jinja", "has no chat template"),
     ],
 )
@@ -274,6 +305,14 @@ def test_an_incomplete_folder_is_refused_by_name(tmp_path: Path, missing: str, m
     with pytest.raises(SetupError, match=message) as refusal:
         Renderer.from_folder(tmp_path)
     assert str(tmp_path) in str(refusal.value)
+
+
+def test_a_vocabulary_of_no_family_needs_an_eos_token(tmp_path: Path) -> None:
+    write_folder(tmp_path)
+    (tmp_path / "tokenizer_config.json").unlink()
+
+    with pytest.raises(SetupError, match=f"{tmp_path}/tokenizer_config.json names no eos_token"):
+        Renderer.from_folder(tmp_path, family="generic")
 
 
 def write_folder(

@@ -1,0 +1,149 @@
+"""The queues as RabbitMQ is told of them. Every process declares them at its start; `rollmill broker` looks at them.
+
+Elsewhere (valkey, redis) queues are plain lists, which need none of this.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from amqp.exceptions import AccessRefused, NotFound, PreconditionFailed
+from kombu.connection import Connection
+from kombu.entity import Exchange, Queue
+
+from common.episode import Stage
+from common.errors import SetupError
+from common.queues import DEAD_EXCHANGE, DEAD_QUEUE_OF, EXCHANGE_OF, QueueKind
+from common.settings import Settings, masked
+
+Version = tuple[int, ...]
+"""Of the RabbitMQ server: (3, 10, 8)."""
+
+CONNECT_TIMEOUT_S = 5.0
+DELIVERY_LIMIT = 3
+"""How often a message of a quorum queue is handed out again after its worker died, before it is a dead letter."""
+MAX_DEAD_LETTERS = 10_000
+"""In each queue; the oldest go first."""
+CONSUMER_TIMEOUT_S = 86_400.0
+"""How long a worker may hold a message, where that can be set for a queue: longer than any episode."""
+QUEUE_CONSUMER_TIMEOUT_SINCE: Version = (3, 12)
+"""The first version that takes the time as an argument of a queue; before, only rabbitmq.conf has it."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Declared:
+    """What a process has found on the broker."""
+
+    version: Version
+    may_declare: bool
+    """False = the broker user has no more rights than its process needs; the queues were there."""
+
+
+def is_rabbitmq(broker_url: str) -> bool:
+    """Whether the broker speaks AMQP."""
+    return broker_url.startswith(("amqp://", "amqps://"))
+
+
+def rabbitmq_version(connection: Connection) -> Version:
+    """The version that the connected server says it has."""
+    version: str = connection.connection.server_properties["version"]
+    return tuple(int(part) for part in version.split("-")[0].split("+")[0].split(".") if part.isdigit())
+
+
+def consumer_timeout_s(given: Settings, version: Version) -> float | None:
+    """How long a worker may hold a message before the server closes its channel; None = nobody has said."""
+    if version >= QUEUE_CONSUMER_TIMEOUT_SINCE:
+        return given.broker_consumer_timeout_s or CONSUMER_TIMEOUT_S
+    return given.broker_consumer_timeout_s
+
+
+def stage_queues(given: Settings, version: Version) -> list[Queue]:
+    """The stages' queues with their exchanges."""
+    return [
+        Queue(
+            stage.value,
+            Exchange(EXCHANGE_OF[stage], type="direct", durable=True),
+            routing_key=stage.value,
+            durable=True,
+            # Celery looks for a quorum queue here, and not on the server, to leave out a prefetch that it would refuse.
+            queue_arguments=_arguments(given, version, dead_queue=DEAD_QUEUE_OF[stage]),
+        )
+        for stage in Stage
+    ]
+
+
+def _arguments(given: Settings, version: Version, *, dead_queue: str) -> dict[str, Any]:
+    arguments: dict[str, Any] = {
+        "x-queue-type": given.broker_queues.value,
+        "x-dead-letter-exchange": DEAD_EXCHANGE,
+        "x-dead-letter-routing-key": dead_queue,
+    }
+    if given.broker_queues is QueueKind.QUORUM:
+        arguments["x-delivery-limit"] = DELIVERY_LIMIT
+    if version >= QUEUE_CONSUMER_TIMEOUT_SINCE:
+        timeout_s = consumer_timeout_s(given, version)
+        assert timeout_s is not None
+        arguments["x-consumer-timeout"] = int(timeout_s * 1000)
+    return arguments
+
+
+def dead_queues(given: Settings) -> list[Queue]:
+    """The queues of dead letters, one for each stage."""
+    exchange = Exchange(DEAD_EXCHANGE, type="direct", durable=True)
+    arguments = {"x-queue-type": given.broker_queues.value, "x-max-length": MAX_DEAD_LETTERS}
+    return [
+        Queue(name, exchange, routing_key=name, durable=True, queue_arguments=arguments)
+        for name in DEAD_QUEUE_OF.values()
+    ]
+
+
+def declare_queues(connection: Connection, given: Settings, *, own: Stage | None = None) -> Declared:
+    """Make the queues that are missing, and see that the others are as the settings want them.
+
+    A user that may not declare must find them there; of these, only the process's `own` queue is compared.
+    Raises SetupError for a queue that is missing or of another kind, kombu's errors when the broker goes away.
+    """
+    version = rabbitmq_version(connection)
+    queues = [*dead_queues(given), *stage_queues(given, version)]
+    try:
+        for queue in queues:
+            with _explained(queue, connection, given), connection.channel() as channel:
+                queue(channel).declare()
+    except AccessRefused:
+        for queue in queues:
+            with _explained(queue, connection, given), connection.channel() as channel:
+                queue(channel).queue_declare(passive=queue.name != own)
+        return Declared(version=version, may_declare=False)
+    return Declared(version=version, may_declare=True)
+
+
+def recreate_queues(connection: Connection, given: Settings) -> int:
+    """Delete the queues, with all their messages, and make them anew; returns how many messages went."""
+    num_messages = 0
+    for queue in [*dead_queues(given), *stage_queues(given, rabbitmq_version(connection))]:
+        with connection.channel() as channel:
+            num_messages += channel.queue_delete(queue.name) or 0
+    declare_queues(connection, given)
+    return num_messages
+
+
+@contextmanager
+def _explained(queue: Queue, connection: Connection, given: Settings) -> Iterator[None]:
+    """Turns the server's refusal of a queue into the line that says what to do."""
+    where = f"queue {queue.name} of broker {masked(given.require_broker_url())}"
+    try:
+        yield
+    except PreconditionFailed as error:
+        raise SetupError(
+            f"{where} is not what ROLLMILL_BROKER_QUEUES={given.broker_queues} needs ({error.reply_text}): stop the "
+            "fleets and run `rollmill broker queues --recreate`; nothing is lost, "
+            "`python -m workers.reaper --resend-all` then announces every episode again"
+        ) from None
+    except NotFound:
+        raise SetupError(
+            f"{where} is missing, and user {connection.userid} may not make it: "
+            "run `rollmill broker queues` as a user that may"
+        ) from None
