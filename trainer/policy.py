@@ -46,11 +46,14 @@ class TrainBatch:
 class Policy:
     """A causal language model with its optimizer. Everything random is a function of (seed, version)."""
 
-    def __init__(self, model: PreTrainedModel, *, train: TrainConfig, temperature: float, seed: int) -> None:
+    def __init__(
+        self, model: PreTrainedModel, *, train: TrainConfig, temperature: float, seed: int, top_p: float = 1.0
+    ) -> None:
         # Without dropout: the ratio to the behaviour log-probs must be 1 where the weights are the same.
         self.model: PreTrainedModel = model.eval()  # type: ignore[no-untyped-call]
         self.train = train
         self.temperature = temperature
+        self.top_p = top_p
         self.seed = seed
         self.optimizer = torch.optim.AdamW(
             model.parameters(), lr=train.learning_rate, betas=(train.beta1, train.beta2), weight_decay=0.0
@@ -60,10 +63,11 @@ class Policy:
     def load(cls, config: RunConfig) -> Self:
         """The start weights of a run, in float32. Raises SetupError when the folder holds no model."""
         model = load_model(config.model)
-        return cls(model, train=config.train, temperature=config.rollout.temperature, seed=config.seed)
+        rollout = config.rollout
+        return cls(model, train=config.train, temperature=rollout.temperature, top_p=rollout.top_p, seed=config.seed)
 
     def logprobs(self, batch: Batch) -> torch.Tensor:
-        """[B, L] log-probs in nats of the sampled tokens at the run's temperature; 0 where the mask is False."""
+        """[B, L] log-probs in nats of the sampled tokens at the run's temperature and top-p; 0 elsewhere."""
         chosen_N = _of_sampled(self._log_softmax(batch), batch)
         logprobs_BL = torch.zeros(batch.mask_BL.shape)
         return logprobs_BL.masked_scatter(batch.mask_BL, chosen_N)
@@ -128,6 +132,12 @@ class Policy:
         logits_BLV: torch.Tensor = self.model(input_ids=batch.ids_BL, use_cache=False).logits
         before_sampled_BL = batch.mask_BL.roll(-1, dims=1)
         logits_NV = logits_BLV[before_sampled_BL].float() / self.temperature
+        if self.top_p < 1:
+            outside_NV = outside_nucleus(logits_NV.detach(), self.top_p)
+            # Under newer weights a token may have left the nucleus that it was sampled from: it is kept, or its
+            # ratio would be 0 and its log-prob infinite.
+            outside_NV.scatter_(1, batch.ids_BL[batch.mask_BL][:, None], value=False)
+            logits_NV = logits_NV.masked_fill(outside_NV, -torch.inf)
         return logits_NV.log_softmax(dim=-1)
 
     @torch.no_grad()
@@ -200,6 +210,16 @@ class Policy:
             )
         self.optimizer.step()
         return loss, stats, grad_norm
+
+
+def outside_nucleus(logits_NV: torch.Tensor, top_p: float) -> torch.Tensor:
+    """[N, V] True outside the smallest set of likeliest tokens with at least `top_p` of the probability.
+
+    Nucleus sampling (Holtzman et al. 2020, The Curious Case of Neural Text Degeneration, section 3.1).
+    """
+    probs_NV, order_NV = logits_NV.softmax(dim=-1).sort(dim=-1, descending=True)
+    outside_NV = probs_NV.cumsum(dim=-1) - probs_NV >= top_p
+    return torch.empty_like(outside_NV).scatter_(1, order_NV, outside_NV)
 
 
 def load_model(folder: Path) -> PreTrainedModel:

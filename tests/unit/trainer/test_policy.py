@@ -229,3 +229,19 @@ def test_folder_without_a_model_is_refused_by_name(tmp_path: Path, files: dict[s
         (tmp_path / name).write_text(content)
     with pytest.raises(SetupError, match=f"model folder {tmp_path} {message}"):
         Policy.load(RunConfig(name="test", model=tmp_path))
+
+
+def test_top_p_keeps_the_nucleus_and_what_was_sampled(make_policy: MakePolicy, make_random_sample: MakeSample) -> None:
+    policy, sample = make_policy(temperature=0.7), make_random_sample(1)
+    policy.top_p = 0.9
+    ids, expected = sample.ids_L.tolist(), []
+    for position in np.flatnonzero(sample.mask_L):
+        with torch.no_grad():
+            probs_V = (policy.model(torch.tensor([ids[:position]])).logits[0, -1] / 0.7).softmax(-1)
+        kept, mass = {ids[position]}, 0.0
+        for token in probs_V.argsort(descending=True).tolist():
+            if mass < 0.9:
+                kept.add(token)
+            mass += probs_V[token].item()
+        expected.append((probs_V[ids[position]] / probs_V[sorted(kept)].sum()).log().item())
+    np.testing.assert_allclose(logprobs_of(policy, sample), expected, atol=1e-4)
