@@ -104,7 +104,9 @@ class RunStage:
             save=save,
             spent_s=lambda: 0.0,
         )
-        await agent.play(prepared.messages, prepared.tools, ())
+        end = await agent.play(prepared.messages, prepared.tools, ())
+        if end.last is not None:
+            played.turns.append(end.last)
         return played
 
 
@@ -123,6 +125,7 @@ def make_claim(number: int, config: RunConfig) -> Claim:
         prepared=None,
         num_turns=0,
         outcome=None,
+        transcript=[],
     )
 
 

@@ -92,24 +92,30 @@ async def test_serves_restarts_and_drains(
     assert children(process.pid) != [server]
     assert await client.weight_version(url) == version_name(RUN, 0)
 
-    requests = [
-        client.generate(
-            url,
-            request_id=uuid4().hex,
-            prompt_ids=[5, 20 + number],
-            max_tokens=480,
-            temperature=2.0,
-            stop_ids=(),
-            model=None,
-            run=RUN,
-        )
-        for number in range(8)
-    ]
-    running = [asyncio.create_task(request) for request in requests]
+    told_to_stop = asyncio.Event()
+
+    async def ask(number: int) -> list[FinishReason]:
+        finished = []
+        while not told_to_stop.is_set():
+            sampled = await client.generate(
+                url,
+                request_id=uuid4().hex,
+                prompt_ids=[5, 20 + number],
+                max_tokens=480,
+                temperature=2.0,
+                stop_ids=(),
+                model=None,
+                run=RUN,
+            )
+            finished.append(sampled.finish_reason)
+        return finished
+
+    asking = [asyncio.create_task(ask(number)) for number in range(8)]
     while not await asyncio.to_thread(num_requests, url):
-        assert not all(task.done() for task in running)
+        assert not any(task.done() for task in asking)
     process.send_signal(signal.SIGTERM)
-    finished = [sampled.finish_reason for sampled in await asyncio.gather(*running)]
+    told_to_stop.set()
+    finished = [reason for reasons in await asyncio.gather(*asking) for reason in reasons]
     assert set(finished) <= {FinishReason.STOP, FinishReason.LENGTH}
     await until(lambda: process.poll() is not None, within_s=60)
     keeping.cancel()
