@@ -7,6 +7,7 @@ import subprocess
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
+from signal import Signals
 
 from common.errors import SetupError
 from deploy.ports import HOST, http_ok
@@ -92,6 +93,8 @@ def vllm_spec(plan: VllmPlan, *, name: str = "engine") -> ProcessSpec:
         ready=http_ok(plan.port, "/health"),
         ready_timeout_s=START_TIMEOUT_S,
         stop_timeout_s=STOP_TIMEOUT_S,
+        # When we are killed it ends its own engine process, which a kill would leave behind with all its memory.
+        death_signal=Signals.SIGTERM,
     )
 
 

@@ -125,6 +125,22 @@ async def test_serves_restarts_and_drains(
     assert f"draining engine {url}" in (tmp_path / "serve.log").read_text()
 
 
+async def test_a_command_that_is_killed_leaves_no_server_behind(
+    service: tuple[str, subprocess.Popen[bytes]], database: Database
+) -> None:
+    """Its server is told to end by the kernel; the engine process that the server has is in the same group."""
+    _, process = service
+
+    def registered() -> bool:
+        with database.begin() as conn:
+            return bool(engines.status(conn))
+
+    await until(registered, within_s=START_TIMEOUT_S)
+    (server,) = children(process.pid)
+    process.kill()
+    await until(lambda: not any(stat.pgrp == server for stat in all_stats()), within_s=30)
+
+
 async def refuses_another_tokenizer(url: str, tiny: Path, other: Path) -> None:
     """The vocabulary has the same size, and other pieces."""
     shutil.copytree(tiny, other)
