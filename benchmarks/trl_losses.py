@@ -60,31 +60,16 @@ def trl_loss(
         return torch.stack([torch.nn.functional.pad(part, (0, length - len(part))) for part in parts])
 
     mask_BL = torch.stack([torch.nn.functional.pad(row.mask_L, (0, length - len(row))) for row in rows]).float()
-    trainer = SimpleNamespace(
-        accelerator=SimpleNamespace(
-            num_processes=1,
-            gather=lambda values: values,
-            reduce=lambda values, reduction: values,
-            sync_gradients=True,
-        ),
+    trainer = _trainer(
         args=SimpleNamespace(delta=delta, use_bias_correction_kl=False, steps_per_generation=1),
-        aux_loss_enabled=False,
         beta=beta,
-        current_gradient_accumulation_steps=1,
         entropy_coef=entropy_coef,
         epsilon_high=epsilon_high,
         epsilon_low=epsilon_low,
         importance_sampling_level=level,
         loss_type=loss_type,
-        max_completion_length=MAX_TOKENS,
-        model=SimpleNamespace(training=True),
-        off_policy_mask_threshold=None,
-        top_entropy_quantile=1.0,
-        use_adaptive_entropy=False,
-        use_vllm=False,
         _entropy_bonus_enabled=entropy_coef > 0,
         _get_per_token_logps_and_entropies=lambda *_, **__: (padded("logprobs_L"), padded("entropies_L"), None),
-        _metrics=defaultdict(lambda: defaultdict(list)),
     )
     ids_BL = torch.zeros(mask_BL.shape, dtype=torch.int64)
     inputs = {
@@ -100,3 +85,25 @@ def trl_loss(
     loss = GRPOTrainer._compute_loss(trainer, None, inputs)
     loss.backward()
     return Computed(loss=loss.detach(), gradients=gradients(rows))
+
+
+def _trainer(**fields: object) -> SimpleNamespace:
+    """What the loss reads of TRL's trainer: the given fields, one process, one batch a step, no model."""
+    return SimpleNamespace(
+        accelerator=SimpleNamespace(
+            num_processes=1,
+            gather=lambda values: values,
+            reduce=lambda values, reduction: values,
+            sync_gradients=True,
+        ),
+        aux_loss_enabled=False,
+        current_gradient_accumulation_steps=1,
+        max_completion_length=MAX_TOKENS,
+        model=SimpleNamespace(training=True),
+        off_policy_mask_threshold=None,
+        top_entropy_quantile=1.0,
+        use_adaptive_entropy=False,
+        use_vllm=False,
+        _metrics=defaultdict(lambda: defaultdict(list)),
+        **fields,
+    )

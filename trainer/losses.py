@@ -97,9 +97,9 @@ def policy_loss(
 
     The loss of a step is the sum over all its rows, whatever the batches they come in. A row without mask gives 0.
     logprobs_BL and entropies_BL have the gradient; the others are constants. reference_logprobs_BL is needed where
-    train.kl = "loss", entropies_BL where train.entropy_coefficient > 0; both are weighed and divided as the rest.
-    Positions outside the mask may hold anything, NaN too. What is not finite under the mask is not finite in the loss
-    of its row.
+    train.kl = "loss", entropies_BL where train.entropy_coefficient > 0; both are divided as the rest, and not weighed
+    by importance. Positions outside the mask may hold anything, NaN too; under it, NaN gives NaN in the loss of its
+    row. An infinite log-prob need not show in the loss, as the clip bounds its ratio: check the log-probs themselves.
 
     Tokens are weighed by anchor / behaviour (importance.py) where the anchor is not the behaviour policy: the decoupled
     objective of Hilton et al. 2022, "Batch size-invariance for policy optimization", section 3, used against staleness
@@ -116,7 +116,7 @@ def policy_loss(
         objective = _cispo(logprobs, ratio, advantages, train=train)
     else:
         objective = _clipped(ratio, advantages, train=train)
-    # Not a product: what is masked may be infinite.
+    # 0 times an infinite objective would be NaN.
     objective = torch.where(weights.is_masked_BL, 0.0, objective) * weights.weight_BL
     reference_kl = torch.zeros_like(logprobs)
     if train.kl == "loss":
