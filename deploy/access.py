@@ -85,6 +85,23 @@ def open_database(settings: Settings) -> Iterator[Database]:
             database.dispose()
 
 
+@contextmanager
+def live_database(settings: Settings) -> Iterator[Database]:
+    """The database that others work on now. Raises SetupError where none is up: changes would concern nobody."""
+    url = settings.database_url or _url_of_running_stack(settings.data_dir)
+    if url is None:
+        raise SetupError(
+            f"no stack runs on data folder {settings.data_dir}: start one with `rollmill up`, "
+            "name its folder with --data-dir, or set ROLLMILL_DATABASE_URL"
+        )
+    database = Database.connect(url)
+    try:
+        check_schema(database)
+        yield database
+    finally:
+        database.dispose()
+
+
 def find_run(database: Database, name: str | None) -> Run:
     """The run of this name; None = the newest. Raises SetupError where there is none, naming those there are."""
     with database.begin() as conn:

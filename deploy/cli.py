@@ -18,6 +18,8 @@ from deploy.broker import BrokerKind
 from deploy.broker_commands import broker_app
 from deploy.control import cancel, run_app, submit
 from deploy.demo import DemoHandler, demo_config
+from deploy.engine import EngineKind
+from deploy.engine_commands import engine_app
 from deploy.options import DataDir, settings_for
 
 DEMO_STALL_LIMIT_S = 300.0
@@ -33,11 +35,15 @@ app = typer.Typer(
 
 db_app = typer.Typer(no_args_is_help=True, help="The database's own matters: who may do what in it.")
 app.add_typer(db_app, name="db")
+app.add_typer(engine_app, name="engine")
 app.add_typer(broker_app, name="broker")
 
 Broker = Annotated[
     BrokerKind,
     typer.Option(envvar="BROKER", help="Which broker to start, where ROLLMILL_BROKER_URL names none."),
+]
+Engine = Annotated[
+    EngineKind, typer.Option(envvar="ENGINE", help="What samples the episodes; vllm needs `make engine` once.")
 ]
 ReportFile = Annotated[Path | None, typer.Option("--report", help="Write the final report here, as JSON.")]
 KeepUp = Annotated[bool, typer.Option("--keep-up", help="When the run is finished, stay up until Ctrl-C.")]
@@ -55,6 +61,7 @@ def demo(
     max_staleness: Annotated[int, typer.Option(min=0, help="Versions that a trained episode may be behind.")] = 1,
     report: ReportFile = None,
     broker: Broker = BrokerKind.VALKEY,
+    engine: Engine = EngineKind.SMALL,
     data_dir: DataDir = None,
     keep_up: KeepUp = False,
     setup_seconds: SetupSeconds = None,
@@ -72,6 +79,7 @@ def demo(
             config=_with_model(config),
             settings=settings,
             broker=broker,
+            engine=engine,
             numbered=True,
             report_file=report,
             setup_s=setup_seconds,
@@ -87,6 +95,7 @@ def up(
     config: Annotated[Path, typer.Option(help="The run's TOML file; its fields are in common/config.py.")],
     report: ReportFile = None,
     broker: Broker = BrokerKind.VALKEY,
+    engine: Engine = EngineKind.SMALL,
     data_dir: DataDir = None,
     keep_up: KeepUp = False,
 ) -> None:
@@ -103,6 +112,7 @@ def up(
             config=run_config,
             settings=settings,
             broker=broker,
+            engine=engine,
             numbered=False,
             report_file=report,
             setup_s=None,

@@ -21,15 +21,15 @@ from common.errors import SetupError
 from common.settings import Settings
 from deploy.broker import BrokerKind, BrokerServer, check_broker, prepare_valkey
 from deploy.broker_queues import replace_queues
+from deploy.engine import EngineKind, engine_spec
 from deploy.folder import DataFolder, free_bytes, write_private
-from deploy.ports import HOST, http_ok, kept_port, require_free
+from deploy.ports import HOST, kept_port, require_free
 from deploy.postgres import prepare_postgres
 from deploy.process import ProcessSpec, Restart
 from deploy.rabbitmq import prepare_rabbitmq
 from deploy.supervisor import ProcessStatus, Supervisor
 
 PREPARE = {BrokerKind.VALKEY: prepare_valkey, BrokerKind.RABBITMQ: prepare_rabbitmq}
-MODEL_NAME = "policy"
 LOOK_AT_DISK_EVERY_S = 2.0
 MIN_FREE_BYTES_AT_WORK = 100_000_000
 """Enough for an orderly end: a database whose disk is full stops in the middle of everything."""
@@ -60,6 +60,7 @@ class StackPlan:
     trainer_config: Path
     broker: BrokerKind = BrokerKind.VALKEY
     """Which broker to start, where the settings name none."""
+    engine: EngineKind = EngineKind.SMALL
     engine_port: int | None = None
     """None = a free one."""
 
@@ -189,15 +190,9 @@ def work_specs(addresses: StackAddresses, *, plan: StackPlan, data_dir: Path) ->
     def python(name: str, *arguments: str, **treatment: Any) -> ProcessSpec:
         return ProcessSpec(name=name, argv=(sys.executable, "-m", *arguments), env=env, **treatment)
 
-    engine_port = addresses.engine_url.rpartition(":")[2]
+    engine_port = int(addresses.engine_url.rpartition(":")[2])
     return [
-        python(
-            "engine",
-            *("workers.engine", "--model", str(plan.model_dir)),
-            *("--port", engine_port, "--served-model-name", MODEL_NAME),
-            ready=http_ok(int(engine_port), "/health"),
-            ready_timeout_s=120.0,
-        ),
+        engine_spec(plan.engine, model=plan.model_dir, port=engine_port, env=env),
         *(python(f"fleet-{stage}", "workers.fleet", stage) for stage in Stage),
         python("feeder", "workers.feeder"),
         python("reaper", "workers.reaper", "--resend-all"),

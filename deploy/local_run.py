@@ -19,6 +19,7 @@ from common.errors import SetupError
 from common.settings import Settings
 from deploy.broker import BrokerKind
 from deploy.display import open_display
+from deploy.engine import EngineKind, check_engine_installed
 from deploy.local import LocalStack, StackAddresses, StackPlan
 from deploy.messages import logging_to
 from deploy.report import Report, Seconds, Session, check_writable, read_report
@@ -34,6 +35,7 @@ class Order:
     config: RunConfig
     settings: Settings
     broker: BrokerKind
+    engine: EngineKind
     numbered: bool
     """The name in the configuration is a stem: go on with its newest unfinished run, or open the next one."""
     report_file: Path | None
@@ -104,8 +106,11 @@ def run_locally(order: Order, *, console: Console) -> None:
     started_s = time.monotonic()
     if order.report_file is not None:
         check_writable(order.report_file)
+    check_engine_installed(order.engine)
     data_dir = order.settings.data_dir
-    plan = StackPlan(model_dir=order.config.model, trainer_config=data_dir / "run.toml", broker=order.broker)
+    plan = StackPlan(
+        model_dir=order.config.model, trainer_config=data_dir / "run.toml", broker=order.broker, engine=order.engine
+    )
     console.print(f"starting on data folder {data_dir} …", highlight=False, soft_wrap=True)
     with LocalStack(order.settings, plan) as stack:
         log_file = stack.folder.log_file("rollmill")

@@ -14,6 +14,7 @@ import signal
 import sys
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from enum import StrEnum
 from signal import Signals
@@ -174,13 +175,15 @@ class Supervisor:
         for spec in specs:
             layer.append(Unit(spec, self._spawn(spec)))
 
-    def wait_ready(self) -> None:
-        """Wait for all that was launched.
+    def wait_ready(self, tell: Callable[[float], None] = lambda waited_s: None) -> None:
+        """Wait for all that was launched; `tell` is called again and again with the seconds so far.
 
         Raises SetupError at the first that ends or is late, StopRequested on a signal.
         """
+        started = time.monotonic()
         while True:
             self._raise_if_stopped()
+            tell(time.monotonic() - started)
             starting = [unit for unit in self._units() if unit.state is State.STARTING]
             for unit in starting:
                 exit_code = unit.process.exit_code()

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 
 from rich.table import Table
 from rich.text import Text
 
+from common.db.engines import EngineStatus
 from common.db.examples import Answer
 
 MAX_ITEMS = 3
@@ -31,6 +33,22 @@ def answer_table(answer: Answer, *, max_rows: int | None) -> Table:
             table.add_row(*(Text(cell(value) if max_rows is None else short_cell(value)) for value in row))
     if not num_rows:
         table.add_row("no rows", style="dim")
+    return table
+
+
+def engines_table(found: Sequence[EngineStatus]) -> Table:
+    """Engines, one a row; why the last probe or load failed stands below its engine."""
+    table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, header_style="dim")
+    for name in ("engine", "run", "state", "version", "answered"):
+        table.add_column(name, no_wrap=True)
+    for one in found:
+        version = "-" if one.version is None else str(one.version)
+        answered = "never" if one.healthy_s is None else f"{max(one.healthy_s, 0):.0f} s ago"
+        table.add_row(one.url, one.run or "-", one.state.lower(), version, answered)
+        if one.error is not None:
+            table.add_row(Text(f"  {one.error}", style="red"))
+    if not found:
+        table.add_row("no engines")
     return table
 
 

@@ -12,10 +12,15 @@ from uuid import uuid4
 
 import psycopg2
 import pytest
+from hypothesis import settings
 
 from common.db.session import Database, migrate
 
 IN_CI = bool(os.environ.get("CI"))
+
+# How long an example takes says more of what else the machine does than of the code.
+settings.register_profile("rollmill", deadline=None)
+settings.load_profile("rollmill")
 
 
 @contextmanager

@@ -56,6 +56,7 @@ class Policy:
         train: TrainConfig,
         temperature: float,
         seed: int,
+        top_p: float = 1.0,
         reference: PreTrainedModel | None = None,
     ) -> None:
         """`reference` has the start weights; None where train.kl = "none"."""
@@ -64,6 +65,7 @@ class Policy:
         self.reference = reference
         self.train = train
         self.temperature = temperature
+        self.top_p = top_p
         self.seed = seed
         self.optimizer = torch.optim.AdamW(
             model.parameters(), lr=train.learning_rate, betas=(train.beta1, train.beta2), weight_decay=0.0
@@ -76,12 +78,13 @@ class Policy:
             load_model(config.model),
             train=config.train,
             temperature=config.rollout.temperature,
+            top_p=config.rollout.top_p,
             seed=config.seed,
             reference=None if config.train.kl == "none" else load_model(config.model),
         )
 
     def logprobs(self, batch: Batch) -> torch.Tensor:
-        """[B, L] log-probs in nats of the sampled tokens at the run's temperature; 0 where the mask is False."""
+        """[B, L] log-probs in nats of the sampled tokens at the run's temperature and top-p; 0 elsewhere."""
         return _scatter(_of_sampled(self._log_softmax(batch), batch), batch)
 
     @torch.no_grad()
@@ -161,7 +164,7 @@ class Policy:
                 self.optimizer.state[parameters[parameter_name]][key] = tensor.clone()
 
     def _reference_logprobs(self, batch: Batch) -> torch.Tensor:
-        """[B, L] log-probs in nats by the start weights, at the same temperature; 0 where the mask is False."""
+        """[B, L] log-probs in nats by the start weights, at the same temperature and top-p; 0 elsewhere."""
         assert self.reference is not None
         return _scatter(_of_sampled(self._log_softmax(batch, model=self.reference), batch), batch)
 
@@ -171,14 +174,21 @@ class Policy:
         logprobs_BL = _scatter(_of_sampled(log_softmax_NV, batch), batch)
         if self.train.entropy_coefficient == 0:
             return logprobs_BL, None
-        # Not entr(exp(x)): its gradient is infinite where a probability has become 0.
-        return logprobs_BL, _scatter(-(log_softmax_NV.exp() * log_softmax_NV).sum(dim=-1), batch)
+        # Outside the nucleus 0 times -inf would be NaN. Not entr(exp(x)): its gradient is infinite there.
+        finite_NV = log_softmax_NV.masked_fill(log_softmax_NV == -torch.inf, 0.0)
+        return logprobs_BL, _scatter(-(log_softmax_NV.exp() * finite_NV).sum(dim=-1), batch)
 
     def _log_softmax(self, batch: Batch, *, model: PreTrainedModel | None = None) -> torch.Tensor:
         """[N, V] log-probs before each sampled token. No attention mask: padding stands right, attention looks left."""
         logits_BLV: torch.Tensor = (model or self.model)(input_ids=batch.ids_BL, use_cache=False).logits
         before_sampled_BL = batch.mask_BL.roll(-1, dims=1)
         logits_NV = logits_BLV[before_sampled_BL].float() / self.temperature
+        if self.top_p < 1:
+            outside_NV = outside_nucleus(logits_NV.detach(), self.top_p)
+            # Under newer weights a token may have left the nucleus that it was sampled from: it is kept, or its
+            # ratio would be 0 and its log-prob infinite.
+            outside_NV.scatter_(1, batch.ids_BL[batch.mask_BL][:, None], value=False)
+            logits_NV = logits_NV.masked_fill(outside_NV, -torch.inf)
         return logits_NV.log_softmax(dim=-1)
 
     @torch.no_grad()
@@ -266,6 +276,16 @@ class Policy:
             )
         self.optimizer.step()
         return loss, stats, grad_norm
+
+
+def outside_nucleus(logits_NV: torch.Tensor, top_p: float) -> torch.Tensor:
+    """[N, V] True outside the smallest set of likeliest tokens with at least `top_p` of the probability.
+
+    Nucleus sampling (Holtzman et al. 2020, The Curious Case of Neural Text Degeneration, section 3.1).
+    """
+    probs_NV, order_NV = logits_NV.softmax(dim=-1).sort(dim=-1, descending=True)
+    outside_NV = probs_NV.cumsum(dim=-1) - probs_NV >= top_p
+    return torch.empty_like(outside_NV).scatter_(1, order_NV, outside_NV)
 
 
 def load_model(folder: Path) -> PreTrainedModel:

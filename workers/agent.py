@@ -45,6 +45,15 @@ class Generated:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Played:
+    """How an episode ended."""
+
+    outcome: Outcome
+    last: Turn | None = None
+    """The last turn, which is not stored yet: it goes with the move. None = all are stored."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class Agent:
     """Plays one episode."""
 
@@ -55,14 +64,17 @@ class Agent:
     call_tool: Callable[[ToolCall], Awaitable[str]]
     """Raises OutOfTime: the turn is then the last, with the results that came before."""
     save: Callable[[Turn], Awaitable[None]]
-    """Stores a turn; the loop goes on only after it."""
+    """Stores a turn; the loop goes on only after it. Not called for the last one."""
     spent_s: Callable[[], float]
     """Time that the agent has used of its budget."""
 
-    async def play(self, messages: Sequence[Message], tools: Sequence[ToolSpec], stored: Sequence[Turn]) -> Outcome:
-        """Play from the first messages, or go on after the `stored` turns; returns why the episode ended."""
+    async def play(self, messages: Sequence[Message], tools: Sequence[ToolSpec], stored: Sequence[Turn]) -> Played:
+        """Play from the first messages, or go on after the `stored` turns."""
         turns = list(stored)
+        last: Turn | None = None
         while (outcome := self._ended(turns)) is None:
+            if last is not None:
+                await self.save(last)
             suffix = self._suffix(turns[-1]) if turns else self.renderer.first_prompt(messages, tools)
             try:
                 generated = await self.generate([*prompt_ids(turns), *suffix])
@@ -70,13 +82,13 @@ class Agent:
                 if not turns:
                     # The task itself is too long: nothing was sampled, so there is nothing to score or train.
                     raise EpisodeError(Outcome.HANDLER_FAILED, f"first prompt of {len(suffix)} ids: {error}") from None
-                return Outcome.CONTEXT_LIMIT
+                return Played(outcome=Outcome.CONTEXT_LIMIT)
             except OutOfTime as error:
                 if not turns:
                     # There is nothing to score, and the agent has not even spoken: this says nothing about it.
                     raise EpisodeError(Outcome.STAGE_TIMEOUT, f"no turn: {error}") from None
-                return Outcome.AGENT_TIMEOUT
-            turn = Turn(
+                return Played(outcome=Outcome.AGENT_TIMEOUT)
+            last = Turn(
                 index=len(turns),
                 suffix_ids=tuple(suffix),
                 sampled=generated.sampled,
@@ -84,9 +96,8 @@ class Agent:
                 engine=generated.engine,
                 latency_ms=generated.latency_ms,
             )
-            await self.save(turn)
-            turns.append(turn)
-        return outcome
+            turns.append(last)
+        return Played(outcome=outcome, last=last)
 
     def _suffix(self, turn: Turn) -> list[int]:
         return self.renderer.suffix(_results(turn), after=turn.sampled.ids)

@@ -65,6 +65,7 @@ class EngineClient:
         prompt_ids: Sequence[int],
         max_tokens: int,
         temperature: float,
+        top_p: float = 1.0,
         stop_ids: Sequence[int],
         model: str | None,
         run: str,
@@ -81,6 +82,7 @@ class EngineClient:
             "sampling_params": {
                 "max_tokens": max_tokens,
                 "temperature": temperature,
+                "top_p": top_p,
                 "logprobs": 0,
                 "stop_token_ids": list(stop_ids),
             },

@@ -172,6 +172,7 @@ class EnginePool:
                 prompt_ids=(*turn.prompt_ids, *sampled_ids),
                 max_tokens=turn.max_tokens - len(sampled_ids),
                 temperature=turn.claim.config.rollout.temperature,
+                top_p=turn.claim.config.rollout.top_p,
                 stop_ids=turn.stop_ids,
                 model=None,
                 run=turn.claim.config.name,

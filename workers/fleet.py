@@ -86,7 +86,7 @@ class FleetProcess:
         if stage is Stage.INIT:
             init = Init(self.database, handler=handler_named, backend=open_backend(self._settings.data_dir))
             return lambda claim: threads.submit(partial(init, claim))
-        evaluate = Eval(self.database, handler=handler_named)
+        evaluate = Eval(handler=handler_named)
         return lambda claim: threads.submit(partial(evaluate, claim))
 
     def _run(self) -> Work:

@@ -66,8 +66,8 @@ class Run:
             save=playing.save,
             spent_s=lambda: playing.spent_s,
         )
-        outcome = await agent.play(prepared.messages, prepared.tools, stored)
-        return Done(to=EpisodeState.SAMPLED, why=outcome, outcome=outcome)
+        played = await agent.play(prepared.messages, prepared.tools, stored)
+        return Done(to=EpisodeState.SAMPLED, why=played.outcome, outcome=played.outcome, last_turn=played.last)
 
     def _load(self, claim: Claim) -> list[Turn]:
         with self.database.begin() as conn:

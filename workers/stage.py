@@ -14,11 +14,11 @@ from uuid import uuid4
 
 from common.budgets import budget_s
 from common.config import RunConfig
-from common.db import episodes, retries
+from common.db import episodes, retries, turns
 from common.db.episodes import Claim, Wakeup
 from common.db.retries import Backoff
 from common.db.session import Database
-from common.episode import EpisodeState, Stage
+from common.episode import EpisodeState, Stage, Turn
 from common.errors import DatabaseUnavailable, EpisodeError, LeaseLost, RollmillError, boundary
 from common.outcomes import Outcome
 from common.settings import Settings
@@ -39,6 +39,8 @@ class Done:
     outcome: Outcome | None = None
     reward: float | None = None
     reward_parts: Mapping[str, float] | None = None
+    last_turn: Turn | None = None
+    """In RUN, the turn that is stored together with the move; None = all are stored."""
 
 
 class Interrupted(RollmillError):
@@ -168,16 +170,19 @@ class StageWorker:
     def _hand_on(self, claim: Claim, done: Done) -> list[Wakeup]:
         many = episodes.leaves_stragglers(claim, done.to)
         with self._database.begin() if many else self._database.autocommit() as conn:
-            wakeup = episodes.move(
-                conn,
-                claim,
-                done.to,
-                why=done.why,
-                prepared=done.prepared,
-                outcome=done.outcome,
-                reward=done.reward,
-                reward_parts=done.reward_parts,
-            )
+            if done.last_turn is not None and done.outcome is not None:
+                wakeup: Wakeup | None = turns.save_last(conn, claim, done.last_turn, outcome=done.outcome)
+            else:
+                wakeup = episodes.move(
+                    conn,
+                    claim,
+                    done.to,
+                    why=done.why,
+                    prepared=done.prepared,
+                    outcome=done.outcome,
+                    reward=done.reward,
+                    reward_parts=done.reward_parts,
+                )
         logger.info("stage=%s run=%d episode=%d %s", self._stage, claim.run_id, claim.episode_id, done.why)
         return [wakeup] if wakeup else []
 

@@ -22,6 +22,22 @@ class EngineRow:
     """Policy version that it serves; None = not yet loaded, or not known."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class EngineStatus:
+    """An engine for people's eyes."""
+
+    url: str
+    run: str | None
+    """The run's name."""
+    state: EngineState
+    version: int | None
+    """None = none of its run's."""
+    healthy_s: float | None
+    """Seconds since it last answered its keeper; None = never."""
+    error: str | None
+    """Of the last probe or load that failed, until one succeeds."""
+
+
 _COLUMNS = "id, url, run_id, state, version"
 
 
@@ -37,6 +53,31 @@ def register(conn: Connection, url: str, *, run_id: int) -> None:
         ),
         {"url": url, "run_id": run_id},
     )
+
+
+def status(conn: Connection) -> list[EngineStatus]:
+    """All engines, those of the newest run first."""
+    rows = conn.execute(
+        text(
+            """
+            SELECT e.url, r.name AS run, e.state, e.version, e.error,
+                   extract(epoch FROM now() - e.healthy_at)::float AS healthy_s
+              FROM engine e LEFT JOIN run r ON r.id = e.run_id ORDER BY e.run_id DESC NULLS LAST, e.id
+            """
+        )
+    )
+    return [EngineStatus(**{**row._mapping, "state": EngineState(row.state)}) for row in rows]
+
+
+def drain(conn: Connection, url: str) -> bool:
+    """Give the engine no new work until it is registered again; False = there is none at this URL."""
+    done = conn.execute(text("UPDATE engine SET state = 'DRAINING' WHERE url = :url"), {"url": url})
+    return bool(done.rowcount)
+
+
+def remove(conn: Connection, url: str) -> bool:
+    """Forget an engine; False = there is none at this URL."""
+    return bool(conn.execute(text("DELETE FROM engine WHERE url = :url"), {"url": url}).rowcount)
 
 
 def forget_others(conn: Connection, urls: list[str]) -> None:

@@ -9,6 +9,7 @@ import json
 from collections import Counter
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 from uuid import UUID
 
@@ -17,7 +18,7 @@ from sqlalchemy import Connection, text
 
 from common.config import RunConfig
 from common.db import stragglers
-from common.db.statement import statement
+from common.db.statement import Prepared
 from common.episode import FINAL_STATES, MOVES, STAGE_OF, TAKES, EpisodeState, Stage
 from common.errors import LeaseLost
 from common.outcomes import Outcome
@@ -52,6 +53,8 @@ class Claim:
     """Turns that this attempt has stored."""
     outcome: str | None
     """RUN's outcome; None before EVAL."""
+    transcript: list[list[dict[str, Any]]]
+    """In EVAL the messages of each turn, without the first ones; [] before."""
 
 
 def claim(
@@ -63,32 +66,17 @@ def claim(
 
     `configs` are run configurations that the caller has parsed before, by run id.
     """
-    # Subqueries, since a join of the tables takes the server longer to plan than to carry out.
-    row = conn.execute(
-        statement(
-            """
-            UPDATE episode e
-               SET claim_worker = :worker, claim_token = :token, lease_until = now() + :lease_s * interval '1 second',
-                   not_before = NULL
-             WHERE e.id = :id AND e.attempt = :attempt AND e.state = :takes AND e.claim_token IS NULL
-               AND (e.not_before IS NULL OR e.not_before <= now())
-               AND (:takes <> 'READY' OR EXISTS (SELECT FROM engine WHERE run_id = e.run_id))
-            RETURNING e.group_id, e.run_id, e.prepared, e.num_turns, e.outcome,
-                      (SELECT jsonb_build_array(handler, payload) FROM task
-                        WHERE id = (SELECT task_id FROM episode_group WHERE id = e.group_id)) AS task,
-                      (SELECT config FROM run WHERE id = e.run_id AND id <> ALL(CAST(:known AS bigint[]))) AS config
-            """
-        ),
+    row = _CLAIM[wakeup.stage].first(
+        conn,
         {
             "known": list(configs),
             "id": wakeup.episode_id,
             "attempt": wakeup.attempt,
-            "takes": TAKES[wakeup.stage],
             "worker": worker,
             "token": token,
             "lease_s": lease_s,
         },
-    ).first()
+    )
     if row is None:
         return None
     handler, payload = row.task
@@ -107,7 +95,48 @@ def claim(
         prepared=None if wakeup.stage is Stage.INIT else row.prepared,
         num_turns=row.num_turns,
         outcome=row.outcome,
+        transcript=row.transcript or [],
     )
+
+
+_TYPES = {
+    "id": "bigint",
+    "attempt": "smallint",
+    "worker": "text",
+    "token": "uuid",
+    "lease_s": "float8",
+    "known": "bigint[]",
+    "to": "text",
+    "why": "text",
+    "prepared": "jsonb",
+    "outcome": "text",
+    "reward": "float8",
+    "reward_parts": "jsonb",
+}
+
+
+def _claim(stage: Stage) -> Prepared:
+    # Only EVAL's role reads turns besides RUN's, and only RUN needs an engine.
+    transcript = "SELECT jsonb_agg(messages ORDER BY index) FROM turn WHERE episode_id = e.id AND attempt = e.attempt"
+    return Prepared(
+        f"""
+        UPDATE episode e
+           SET claim_worker = :worker, claim_token = :token, lease_until = now() + :lease_s * interval '1 second',
+               not_before = NULL
+         WHERE e.id = :id AND e.attempt = :attempt AND e.state = '{TAKES[stage]}' AND e.claim_token IS NULL
+           AND (e.not_before IS NULL OR e.not_before <= now())
+           {"AND EXISTS (SELECT FROM engine WHERE run_id = e.run_id)" if stage is Stage.RUN else ""}
+        RETURNING e.group_id, e.run_id, e.prepared, e.num_turns, e.outcome,
+                  ({transcript if stage is Stage.EVAL else "NULL"}) AS transcript,
+                  (SELECT jsonb_build_array(handler, payload) FROM task
+                    WHERE id = (SELECT task_id FROM episode_group WHERE id = e.group_id)) AS task,
+                  (SELECT config FROM run WHERE id = e.run_id AND id <> ALL(:known)) AS config
+        """,
+        _TYPES,
+    )
+
+
+_CLAIM = {stage: _claim(stage) for stage in Stage}
 
 
 def renew(conn: Connection, tokens: Collection[UUID], *, lease_s: float) -> set[UUID]:
@@ -163,45 +192,54 @@ def move(
     may_complete = leaves_stragglers(claim, to)
     if may_complete:
         stragglers.hold_siblings(conn, claim.group_id)
-    # Only what the stage has made is named: its role may not write the other columns, not even with NULL.
-    given = "".join(f", {_SET_RESULT[name]}" for name, value in results.items() if value is not None)
-    final = to in FINAL_STATES
-    # One statement for the move and all that goes with it: each costs a round trip, three times per episode.
-    row = conn.execute(
-        statement(
-            f"""
-            WITH moved AS (
-                UPDATE episode
-                   SET state = :to, claim_worker = NULL, claim_token = NULL, lease_until = NULL, enqueued_at = now(),
-                       finished_at = CASE WHEN :final THEN clock_timestamp() END{given}
-                 WHERE id = :id AND claim_token = :token AND state = :at AND attempt = :attempt
-                RETURNING id, group_id
-            ), noted AS (
-                INSERT INTO episode_event (episode_id, attempt, from_state, to_state, worker, why)
-                SELECT id, :attempt, :at, :to, :worker, :why FROM moved
-            ){_COUNT_MOVED if final else ""}
-            SELECT id FROM moved
-            """
-        ),
+    results = {name: value for name, value in results.items() if value is not None}
+    row = _move(at, to, tuple(results)).first(
+        conn,
         {
             "id": claim.episode_id,
             "token": claim.token,
-            "at": at,
             "attempt": claim.attempt,
-            "to": to,
-            "final": final,
             "worker": claim.worker,
             "why": why,
-            **{name: value for name, value in results.items() if value is not None},
+            **results,
         },
-    ).first()
+    )
     if row is None:
         raise LeaseLost(f"episode {claim.episode_id} attempt {claim.attempt}: the claim of {claim.worker} is gone")
     if may_complete:
         stragglers.cancel_rest(conn, claim.group_id)
-    if final:
+    if to in FINAL_STATES:
         return None
     return Wakeup(stage=STAGE_OF[to], episode_id=claim.episode_id, attempt=claim.attempt)
+
+
+@cache
+def _move(at: EpisodeState, to: EpisodeState, results: tuple[str, ...]) -> Prepared:
+    """One statement for the move and all that goes with it: each costs a round trip, three times per episode.
+
+    Only what the stage has made is named: its role may not write the other columns, not even with NULL.
+    """
+    final = to in FINAL_STATES
+    counted = f"""
+        , counted AS (
+            UPDATE episode_group g SET {_COUNT_SET.format(num="1")} FROM moved WHERE g.id = moved.group_id
+        )"""
+    return Prepared(
+        f"""
+        WITH moved AS (
+            UPDATE episode
+               SET state = '{to}', {UNCLAIM}{", finished_at = clock_timestamp()" if final else ""}
+                   {"".join(f", {name} = :{name}" for name in results)}
+             WHERE id = :id AND claim_token = :token AND state = '{at}' AND attempt = :attempt
+            RETURNING id, group_id
+        ), noted AS (
+            INSERT INTO episode_event (episode_id, attempt, from_state, to_state, worker, why)
+            SELECT id, :attempt, '{at}', '{to}', :worker, :why FROM moved
+        ){counted if final else ""}
+        SELECT id FROM moved
+        """,
+        _TYPES,
+    )
 
 
 def resend(conn: Connection, *, after_s: float, limit: int = 500) -> list[Wakeup]:
@@ -233,18 +271,11 @@ def resend(conn: Connection, *, after_s: float, limit: int = 500) -> list[Wakeup
     return [Wakeup(stage=STAGE_OF[EpisodeState(r.state)], episode_id=r.id, attempt=r.attempt) for r in rows]
 
 
+UNCLAIM = "claim_worker = NULL, claim_token = NULL, lease_until = NULL, enqueued_at = now()"
+"""How every claim ends: whoever moves the episode announces it."""
 _COUNT_SET = """num_final = num_final + {num},
                        state = CASE WHEN num_final + {num} = size THEN 'COMPLETE' ELSE state END,
                        completed_at = CASE WHEN num_final + {num} = size THEN clock_timestamp() END"""
-_COUNT_MOVED = f""", counted AS (
-                UPDATE episode_group g SET {_COUNT_SET.format(num="1")} FROM moved WHERE g.id = moved.group_id
-            )"""
-_SET_RESULT = {
-    "prepared": "prepared = CAST(:prepared AS jsonb)",
-    "outcome": "outcome = :outcome",
-    "reward": "reward = :reward",
-    "reward_parts": "reward_parts = CAST(:reward_parts AS jsonb)",
-}
 
 
 def count_final(conn: Connection, group_ids: list[int]) -> None:

@@ -12,7 +12,7 @@ from uuid import UUID
 
 from sqlalchemy import Connection, text
 
-from common.db.episodes import Claim, Wakeup, count_final
+from common.db.episodes import UNCLAIM, Claim, Wakeup, count_final
 from common.episode import STAGE_OF, EpisodeState
 from common.errors import LeaseLost
 from common.outcomes import Outcome
@@ -74,7 +74,7 @@ def release(conn: Connection, tokens: Collection[UUID], *, why: str) -> list[Wak
                        CASE WHEN {_NEEDS_SANDBOX} THEN 'NEW' ELSE state END AS to_state
                   FROM episode WHERE claim_token = ANY(CAST(:tokens AS uuid[])) FOR UPDATE
             ), back AS (
-                UPDATE episode e SET {_UNCLAIM}, {_START_OVER} FROM held WHERE e.id = held.id
+                UPDATE episode e SET {UNCLAIM}, {_START_OVER} FROM held WHERE e.id = held.id
                 RETURNING e.id, e.attempt, held.state AS was, e.state, held.claim_worker
             ), noted AS (
                 INSERT INTO episode_event (episode_id, attempt, from_state, to_state, worker, why)
@@ -109,7 +109,6 @@ def reap(conn: Connection, *, max_attempts: int, backoff: Backoff = AT_ONCE, lim
     )
 
 
-_UNCLAIM = "claim_worker = NULL, claim_token = NULL, lease_until = NULL, enqueued_at = now()"
 _NEEDS_SANDBOX = "(state = 'NEW' OR (state = 'READY' AND prepared -> 'sandbox' <> 'null'))"
 _START_OVER = """
     state = held.to_state,
@@ -142,7 +141,7 @@ def _give_back(
                   FROM episode WHERE {where} FOR UPDATE
             ), back AS (
                 UPDATE episode e
-                   SET {_UNCLAIM}, {_START_OVER}, failures = e.failures + 1, detail = :detail,
+                   SET {UNCLAIM}, {_START_OVER}, failures = e.failures + 1, detail = :detail,
                        not_before = CASE
                            WHEN held.to_state <> 'FAILED' AND e.failures > 0 AND CAST(:first_s AS float8) > 0
                            THEN now() + least(:first_s * power(2, least(e.failures, 40) - 1), :max_s)

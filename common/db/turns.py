@@ -7,12 +7,14 @@ import json
 import numpy as np
 from sqlalchemy import Connection, text
 
-from common.db.episodes import Claim
+from common.db.episodes import UNCLAIM, Claim, Wakeup
+from common.db.statement import Prepared
 from common.episode import (
     FinishReason,
     Message,
     Sampled,
     ScoredEpisode,
+    Stage,
     Turn,
     TurnTokens,
     VersionSpan,
@@ -20,6 +22,7 @@ from common.episode import (
     logprobs_to_bytes,
 )
 from common.errors import LeaseLost
+from common.outcomes import Outcome
 
 
 def save(conn: Connection, claim: Claim, turn: Turn) -> None:
@@ -27,33 +30,62 @@ def save(conn: Connection, claim: Claim, turn: Turn) -> None:
 
     One statement. The update of the episode row is the fence: it locks the row until the turn is committed.
     """
-    held = conn.execute(_SAVE, _row(claim, turn)).first()
-    if held is None:
+    if _SAVE.first(conn, _row(claim, turn)) is None:
         raise LeaseLost(f"episode {claim.episode_id} turn {turn.index}: the claim of {claim.worker} is gone")
 
 
-_SAVE = text(
+def save_last(conn: Connection, claim: Claim, turn: Turn, *, outcome: Outcome) -> Wakeup:
+    """Append the agent's last turn and move the episode on to EVAL, in one statement; the message to send.
+
+    Raises LeaseLost if the claim no longer holds.
     """
-    WITH held AS (
-        UPDATE episode
-           SET num_turns = num_turns + 1, num_sampled = num_sampled + :num_sampled,
-               version_min = least(version_min, :oldest), version_max = greatest(version_max, :newest)
-         WHERE id = :episode_id AND claim_token = :token AND num_turns = :index
-        RETURNING id
-    ), made AS (
-        INSERT INTO turn (episode_id, attempt, index, finish_reason, num_suffix, num_sampled, version_spans, digest,
-                          messages, engine, latency_ms)
-        SELECT id, :attempt, :index, :finish_reason, :num_suffix, :num_sampled, CAST(:version_spans AS jsonb), :digest,
-               CAST(:messages AS jsonb), :engine, :latency_ms
-          FROM held
-        RETURNING id
-    ), stored AS (
-        INSERT INTO turn_tokens (turn_id, suffix_ids, sampled_ids, logprobs)
-        SELECT id, :suffix_ids, :sampled_ids, :logprobs FROM made
+    if _SAVE_LAST.first(conn, {**_row(claim, turn), "worker": claim.worker, "outcome": outcome}) is None:
+        raise LeaseLost(f"episode {claim.episode_id} turn {turn.index}: the claim of {claim.worker} is gone")
+    return Wakeup(stage=Stage.EVAL, episode_id=claim.episode_id, attempt=claim.attempt)
+
+
+def _storing(*, is_last: bool) -> Prepared:
+    move = f", state = 'SAMPLED', outcome = :outcome, {UNCLAIM}"
+    noted = """
+        , noted AS (
+            INSERT INTO episode_event (episode_id, attempt, from_state, to_state, worker, why)
+            SELECT id, :attempt, 'READY', 'SAMPLED', :worker, :outcome FROM held
+        )"""
+    return Prepared(
+        f"""
+        WITH held AS (
+            UPDATE episode
+               SET num_turns = num_turns + 1, num_sampled = num_sampled + :num_sampled,
+                   version_min = least(version_min, :oldest), version_max = greatest(version_max, :newest)
+                   {move if is_last else ""}
+             WHERE id = :episode_id AND claim_token = :token AND num_turns = :index AND state = 'READY'
+            RETURNING id
+        ), made AS (
+            INSERT INTO turn (episode_id, attempt, index, finish_reason, num_suffix, num_sampled, version_spans, digest,
+                              messages, engine, latency_ms)
+            SELECT id, :attempt, :index, :finish_reason, :num_suffix, :num_sampled, :version_spans, :digest, :messages,
+                   :engine, :latency_ms
+              FROM held
+            RETURNING id
+        ), stored AS (
+            INSERT INTO turn_tokens (turn_id, suffix_ids, sampled_ids, logprobs)
+            SELECT id, :suffix_ids, :sampled_ids, :logprobs FROM made
+        ){noted if is_last else ""}
+        SELECT id FROM held
+        """,
+        {
+            **dict.fromkeys(("num_sampled", "num_suffix", "latency_ms", "oldest", "newest"), "int"),
+            **dict.fromkeys(("attempt", "index"), "smallint"),
+            **dict.fromkeys(("version_spans", "messages"), "jsonb"),
+            **dict.fromkeys(("digest", "suffix_ids", "sampled_ids", "logprobs"), "bytea"),
+            **dict.fromkeys(("finish_reason", "engine", "worker", "outcome"), "text"),
+            "episode_id": "bigint",
+            "token": "uuid",
+        },
     )
-    SELECT id FROM held
-    """
-)
+
+
+_SAVE, _SAVE_LAST = _storing(is_last=False), _storing(is_last=True)
 
 
 def _row(claim: Claim, turn: Turn) -> dict[str, object]:
@@ -108,15 +140,6 @@ def load(conn: Connection, episode_id: int, attempt: int) -> list[Turn]:
         )
         for row in rows
     ]
-
-
-def load_transcript(conn: Connection, episode_id: int, attempt: int) -> tuple[Message, ...]:
-    """What the agent said and what the tools answered, in order, without the first messages."""
-    rows = conn.execute(
-        text("SELECT messages FROM turn WHERE episode_id = :episode_id AND attempt = :attempt ORDER BY index"),
-        {"episode_id": episode_id, "attempt": attempt},
-    )
-    return tuple(Message.model_validate(message) for row in rows for message in row.messages)
 
 
 def load_for_step(conn: Connection, step_id: int) -> list[ScoredEpisode]:

@@ -31,10 +31,14 @@ def scans_of(conn: Connection) -> Iterator[list[Scan]]:
 
     def explain(conn: Connection, _cursor: Any, statement: str, parameters: Any, _context: Any, many: bool) -> None:
         assert not many, f"a batch can't be explained: {statement}"
+        if statement.startswith("PREPARE"):
+            return
         dbapi = conn.connection.dbapi_connection
         assert dbapi is not None
         with dbapi.cursor() as cursor:
             cursor.execute("SAVEPOINT explaining")
+            # The plan that a prepared statement ends up with, whatever its parameters.
+            cursor.execute("SET LOCAL plan_cache_mode = force_generic_plan")
             cursor.execute(f"EXPLAIN (ANALYZE, TIMING OFF, FORMAT JSON) {statement}", parameters)
             scans.extend(_scans(cursor.fetchone()[0][0]["Plan"]))
             cursor.execute("ROLLBACK TO explaining")
@@ -68,8 +72,9 @@ def times_of(conn: Connection) -> Iterator[list[float]]:
         nonlocal started
         started = time.perf_counter()
 
-    def stop(*_: Any) -> None:
-        times.append(time.perf_counter() - started)
+    def stop(_conn: Connection, _cursor: Any, statement: str, *_: Any) -> None:
+        if not statement.startswith("PREPARE"):
+            times.append(time.perf_counter() - started)
 
     event.listen(conn, "before_cursor_execute", start)
     event.listen(conn, "after_cursor_execute", stop)

@@ -160,13 +160,14 @@ def test_a_fleet_refuses_a_broker_that_is_known_to_take_messages_back_too_early(
 ) -> None:
     with database.begin() as conn:
         runs.open_run(conn, run_config("run-a"))
-    # 120 s of the agent's own, 90 s until an engine is there, 60 s of a last request.
-    known = node.settings(QueueKind.CLASSIC, broker_consumer_timeout_s=269)
-    line = r"after 269 s, but run may hold one for 270 s: put `consumer_timeout = 86400000` into rabbitmq.conf"
+    # 120 s of the agent's own, 90 s until an engine is there, 5 s of grace.
+    known = node.settings(QueueKind.CLASSIC, broker_consumer_timeout_s=214)
+    line = r"after 214 s, but run may hold one for 215 s: put `consumer_timeout = 86400000` into rabbitmq.conf"
     with pytest.raises(SetupError, match=line):
         check_held(Stage.RUN, database, known, (3, 10, 8))
-    check_held(Stage.EVAL, database, known, (3, 10, 8))
-    check_held(Stage.RUN, database, node.settings(QueueKind.CLASSIC, broker_consumer_timeout_s=270), (3, 10, 8))
+    with pytest.raises(SetupError, match="eval may hold one for 305 s"):
+        check_held(Stage.EVAL, database, known, (3, 10, 8))
+    check_held(Stage.RUN, database, node.settings(QueueKind.CLASSIC, broker_consumer_timeout_s=215), (3, 10, 8))
     check_held(Stage.RUN, database, node.settings(QueueKind.CLASSIC), (3, 12, 0))
     assert not caplog.records
     check_held(Stage.RUN, database, node.settings(QueueKind.CLASSIC), (3, 10, 8))

@@ -87,6 +87,8 @@ def test_a_late_worker_writes_nothing_after_its_lease_was_taken(world: World):
     with pytest.raises(LeaseLost), world.database.begin() as conn:
         turns.save(conn, late, make_turn(0))
     with pytest.raises(LeaseLost), world.database.begin() as conn:
+        turns.save_last(conn, late, make_turn(0), outcome=Outcome.FINISHED)
+    with pytest.raises(LeaseLost), world.database.begin() as conn:
         episodes.move(conn, late, EpisodeState.SAMPLED, why="late", outcome=Outcome.FINISHED)
     with pytest.raises(LeaseLost), world.database.begin() as conn:
         retries.retry(conn, late, outcome=Outcome.ENGINE_LOST, detail="late", afresh=True, max_attempts=5)

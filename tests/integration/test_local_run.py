@@ -20,6 +20,7 @@ from common.errors import SetupError
 from common.settings import Settings
 from common.weights import Published
 from deploy.broker import BrokerKind, prepare_valkey, why_away
+from deploy.engine import EngineKind
 from deploy.folder import DataFolder
 from deploy.local import StackAddresses
 from deploy.local_run import OpenRun, Order
@@ -30,6 +31,7 @@ PUBLISHED = Published(path=Path("/nowhere"), manifest_sha256="0" * 64)
 ORDER = Order(
     config=CONFIG,
     settings=Settings(),
+    engine=EngineKind.SMALL,
     broker=BrokerKind.VALKEY,
     numbered=True,
     report_file=None,

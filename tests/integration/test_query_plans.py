@@ -68,6 +68,11 @@ def _claim(conn: Connection, world: World) -> Callable[[], object]:
     return lambda: claim(conn, wakeup)
 
 
+def _claim_scored(conn: Connection, world: World) -> Callable[[], object]:
+    (wakeup,) = waiting(conn, EpisodeState.SAMPLED)
+    return lambda: claim(conn, wakeup)
+
+
 def _claim_nothing(conn: Connection, world: World) -> Callable[[], object]:
     (wakeup,) = waiting(conn, EpisodeState.READY)
     claim(conn, wakeup)
@@ -89,8 +94,13 @@ def _save(conn: Connection, world: World) -> Callable[[], object]:
     return lambda: turns.save(conn, held, make_turn(0))
 
 
+def _save_last(conn: Connection, world: World) -> Callable[[], object]:
+    held = claimed(conn, EpisodeState.READY)
+    return lambda: turns.save_last(conn, held, make_turn(0), outcome=Outcome.FINISHED)
+
+
 def _load(conn: Connection, world: World) -> Callable[[], object]:
-    return lambda: (turns.load(conn, 1_000, 1), turns.load_transcript(conn, 1_000, 1))
+    return lambda: turns.load(conn, 1_000, 1)
 
 
 def _move(conn: Connection, world: World) -> Callable[[], object]:
@@ -148,10 +158,12 @@ def call_for_run(function: Callable[..., object], **arguments: object) -> Callab
 
 CALLS: dict[str, Callable[[Connection, World], Callable[[], object]]] = {
     "claim": _claim,
+    "claim_for_eval": _claim_scored,
     "claim_nothing": _claim_nothing,
     "renew": _renew,
     "release": _release,
     "save_turn": _save,
+    "save_last_turn": _save_last,
     "load_turns": _load,
     "move_and_count_final": _move,
     "cancel_rest": _cancel_rest,

@@ -123,15 +123,13 @@ def sample(cast: Cast, wakeup: Wakeup) -> Wakeup:
     with cast[Role.RUN].begin() as conn:
         turns.save(conn, claim, make_turn(0))
         assert turns.load(conn, claim.episode_id, claim.attempt) == [make_turn(0)]
-        moved = episodes.move(conn, claim, EpisodeState.SAMPLED, why="played", outcome=Outcome.FINISHED)
-    assert moved is not None
-    return moved
+        return turns.save_last(conn, claim, make_turn(1), outcome=Outcome.FINISHED)
 
 
 def score(cast: Cast, wakeup: Wakeup, reward: float = 1.0) -> None:
     claim = claim_as(cast[Role.EVAL], wakeup)
     with cast[Role.EVAL].begin() as conn:
-        assert [m.content for m in turns.load_transcript(conn, claim.episode_id, claim.attempt)] == ["said"]
+        assert [message["content"] for turn in claim.transcript for message in turn] == ["said", "said"]
         episodes.move(conn, claim, EpisodeState.SCORED, why="scored", reward=reward, reward_parts={"right": reward})
 
 
@@ -166,7 +164,7 @@ def test_the_roles_do_a_whole_run_between_them(cast: Cast, world: World, tmp_pat
         now = snapshot.take_snapshot(conn, world.run.id)
         assert (now.episodes[EpisodeState.SCORED], now.version_newest) == (6, 1)
         assert report.summary(conn, world.run.id).episodes_trained == 4
-    assert export_run(cast[Role.READER], world.run, tmp_path / "out", report=lambda *_: None)["turns"] == 6
+    assert export_run(cast[Role.READER], world.run, tmp_path / "out", report=lambda *_: None)["turns"] == 12
 
 
 def test_every_process_may_see_that_its_schema_is_right(cast: Cast) -> None:

@@ -88,7 +88,7 @@ class Stages:
         backend = open_backend(settings.data_dir)
         threads = StageThreads("stage")
         init = Init(world.database, handler=lambda name: handler, backend=backend)  # type: ignore[arg-type,return-value]
-        evaluate = Eval(world.database, handler=lambda name: handler)  # type: ignore[arg-type,return-value]
+        evaluate = Eval(handler=lambda name: handler)  # type: ignore[arg-type,return-value]
         play = Run(
             database=world.database,
             engines=self.engine,

@@ -53,10 +53,7 @@ class World:
     def sample(self, wakeup: Wakeup, *, version: int = 0) -> Wakeup:
         claim = self.must_claim(wakeup)
         with self.database.begin() as conn:
-            turns.save(conn, claim, make_turn(0, version=version))
-            moved = episodes.move(conn, claim, EpisodeState.SAMPLED, why="finished", outcome=Outcome.FINISHED)
-        assert moved is not None
-        return moved
+            return turns.save_last(conn, claim, make_turn(0, version=version), outcome=Outcome.FINISHED)
 
     def score(self, wakeup: Wakeup, reward: float = 1.0) -> None:
         claim = self.must_claim(wakeup)

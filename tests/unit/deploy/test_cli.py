@@ -48,6 +48,7 @@ def test_help_names_every_command() -> None:
         "broker",
         "run",
         "cancel",
+        "engine",
     ):
         assert f"│ {command} " in result.output
 

@@ -251,10 +251,11 @@ def test_kl_in_the_loss_is_to_the_start_weights_and_acts_on_rows_without_advanta
     assert distances[-1] < distances[0] / 2
 
 
+@pytest.mark.parametrize("top_p", [1.0, 0.9])
 def test_entropy_bonus_raises_the_entropy_of_rows_without_advantage(
-    make_policy: MakePolicy, group: list[Sample]
+    make_policy: MakePolicy, group: list[Sample], top_p: float
 ) -> None:
-    policy = make_policy(entropy_coefficient=1.0, minibatches=1)
+    policy = make_policy(entropy_coefficient=1.0, minibatches=1, top_p=top_p)
     nothing = dict.fromkeys(ADVANTAGES, 0.0)
     entropies = [policy.train_step(group, nothing, version=9)["entropy"] for _ in range(4)]
     assert entropies == sorted(entropies)
@@ -314,3 +315,19 @@ def test_folder_without_a_model_is_refused_by_name(tmp_path: Path, files: dict[s
         (tmp_path / name).write_text(content)
     with pytest.raises(SetupError, match=f"model folder {tmp_path} {message}"):
         Policy.load(RunConfig(name="test", model=tmp_path))
+
+
+def test_top_p_keeps_the_nucleus_and_what_was_sampled(make_policy: MakePolicy, make_random_sample: MakeSample) -> None:
+    policy, sample = make_policy(temperature=0.7), make_random_sample(1)
+    policy.top_p = 0.9
+    ids, expected = sample.ids_L.tolist(), []
+    for position in np.flatnonzero(sample.mask_L):
+        with torch.no_grad():
+            probs_V = (policy.model(torch.tensor([ids[:position]])).logits[0, -1] / 0.7).softmax(-1)
+        kept, mass = {ids[position]}, 0.0
+        for token in probs_V.argsort(descending=True).tolist():
+            if mass < 0.9:
+                kept.add(token)
+            mass += probs_V[token].item()
+        expected.append((probs_V[ids[position]] / probs_V[sorted(kept)].sum()).log().item())
+    np.testing.assert_allclose(logprobs_of(policy, sample), expected, atol=1e-4)

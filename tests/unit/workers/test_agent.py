@@ -85,7 +85,9 @@ class Scripted:
 
     async def play(self, stored: Sequence[Turn] = (), tools: Sequence[str] = ()) -> Outcome:
         specs = [ToolSpec(name=name, description="", parameters={}) for name in tools]
-        return await self.agent.play([Message(role="user", content="go")], specs, stored)
+        played = await self.agent.play([Message(role="user", content="go")], specs, stored)
+        self.saved += [played.last] if played.last else []
+        return played.outcome
 
 
 async def test_every_prompt_is_what_was_sent_and_sampled_before_plus_the_suffix():
@@ -155,7 +157,7 @@ async def test_an_episode_whose_last_turn_is_stored_ends_without_another_request
 
 
 async def test_a_spent_time_budget_ends_between_turns():
-    script = Scripted(said("@a"), said("done"), spent_s=lambda: 11.0 if script.saved else 0.0)
+    script = Scripted(said("@a"), said("done"), spent_s=lambda: 11.0 if script.prompts else 0.0)
     assert await script.play() is Outcome.AGENT_TIMEOUT
     assert len(script.saved) == 1
 

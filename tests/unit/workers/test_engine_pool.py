@@ -93,6 +93,7 @@ def make_claim(*, episode: int = 1, group: int = 1, max_tokens: int = 3) -> Clai
         prepared=None,
         num_turns=0,
         outcome=None,
+        transcript=[],
     )
 
 

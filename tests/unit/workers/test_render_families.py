@@ -287,7 +287,7 @@ def renderers(tmp_path_factory: pytest.TempPathFactory) -> list[Renderer]:
 @given(
     results=st.lists(st.text(max_size=40) | st.sampled_from(["\n", " \n\n", "<|im_end|>\n", "<tool_call>"]), min_size=1)
 )
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 def test_whatever_tools_answer_the_suffix_is_what_the_whole_render_shows(
     renderers: list[Renderer], results: list[str]
 ) -> None:

@@ -1,0 +1,129 @@
+"""`rollmill engine serve`: one vLLM server for a run, from its start to its drained end."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from rich.console import Console
+
+from common.db import engines
+from common.db.runs import Run
+from common.db.session import Database
+from common.errors import DatabaseUnavailable, SetupError
+from deploy.engine_probe import check_engine, num_requests, read_vocab_size
+from deploy.folder import DataFolder
+from deploy.ports import HOST, require_free
+from deploy.supervisor import CrashPolicy, StopRequested, Supervisor
+from deploy.vllm import VllmPlan, vllm_spec
+
+POLL_S = 0.1
+NOTICED_S = 1.0
+"""After it, every worker has read that the engine takes no new work."""
+CRASHES = CrashPolicy(max_in_row=5, soon_s=120.0, backoff_s=1.0)
+"""A server that ends while it loads its model has not lived."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Service:
+    """What to serve, for whom."""
+
+    plan: VllmPlan
+    run: Run
+    data_dir: Path
+    drain_s: float
+    """How long running requests may take at the end."""
+
+    @property
+    def url(self) -> str:
+        return f"http://{HOST}:{self.plan.port}"
+
+
+def check_model_fits(model: Path, run: Run) -> None:
+    """Raise SetupError unless a model has the vocabulary and the tokenizer of the run's own."""
+    theirs, ours = read_vocab_size(model), read_vocab_size(run.config.model)
+    if theirs != ours:
+        raise SetupError(f"model {model} has a vocabulary of {theirs}, that of run {run.name} has {ours}")
+    files = [folder / "tokenizer.json" for folder in (model, run.config.model)]
+    for file in files:
+        if not file.is_file():
+            raise SetupError(f"model folder {file.parent} has no {file.name}")
+    if files[0].read_bytes() != files[1].read_bytes():
+        raise SetupError(f"{files[0]} is another tokenizer than {files[1]} of run {run.name}")
+
+
+def serve_engine(service: Service, database: Database, *, console: Console) -> None:
+    """Serve until somebody asks us to stop, then drain. Raises SetupError when vLLM does not come up or stay up."""
+    require_free(service.plan.port, what="the engine")
+    with (
+        DataFolder(service.data_dir / "engines" / str(service.plan.port)) as folder,
+        Supervisor(folder, crash_policy=CRASHES) as supervisor,
+    ):
+        log_file = folder.log_file("engine")
+        try:
+            supervisor.launch(vllm_spec(service.plan))
+            _say(console, f"starting vLLM on {service.url} with {service.plan.model}; its log: {log_file}")
+            with console.status("") as status:
+                supervisor.wait_ready(lambda waited_s: status.update(_progress(service, log_file, waited_s)))
+            check_engine(service.url, model=service.run.config.model, served_name=service.plan.served_name)
+            with database.begin() as conn:
+                engines.register(conn, service.url, run_id=service.run.id)
+            _say(console, f"engine {service.url} serves run {service.run.name}; Ctrl-C drains it")
+            while True:
+                supervisor.poll()
+                time.sleep(POLL_S)
+        except StopRequested:
+            _drain(service, database, console=console)
+        finally:
+            _quietly(lambda: _forget(database, service.url))
+
+
+def _progress(service: Service, log_file: Path, waited_s: float) -> str:
+    lines = log_file.read_text(errors="replace").splitlines()[-1:]
+    last = lines[0].rpartition("] ")[2][:80].replace("[", "(") if lines else ""
+    return f"vLLM loads {service.plan.model.name}, {waited_s:.0f} s: {last}"
+
+
+def _drain(service: Service, database: Database, *, console: Console) -> None:
+    """No new work, then wait for what runs, `drain_s` at most. A second Ctrl-C ends vLLM, and with it the wait."""
+    if not _quietly(lambda: _mark_draining(database, service.url)):
+        return
+    _say(console, f"draining engine {service.url}: waiting {service.drain_s:g} s at most; Ctrl-C again ends it now")
+    left = wait_until_idle(service.url, timeout_s=service.drain_s)
+    _say(console, f"engine {service.url} ends" + (f" with {left} requests unfinished" if left else ""))
+
+
+def wait_until_idle(url: str, *, timeout_s: float) -> int:
+    """Wait until an engine that gets no new work has no request left; how many it has at the deadline, else 0."""
+    deadline = time.monotonic() + timeout_s
+    quiet_until = time.monotonic() + min(NOTICED_S, timeout_s)
+    while True:
+        left = num_requests(url)
+        now = time.monotonic()
+        if left is None or (left == 0 and now >= quiet_until) or now >= deadline:
+            return left or 0
+        time.sleep(POLL_S)
+
+
+def _mark_draining(database: Database, url: str) -> bool:
+    with database.begin() as conn:
+        return engines.drain(conn, url)
+
+
+def _forget(database: Database, url: str) -> bool:
+    with database.begin() as conn:
+        return engines.remove(conn, url)
+
+
+def _quietly(change: Callable[[], bool]) -> bool:
+    """The end is not held up by a database that is away: its keepers find the engine gone."""
+    try:
+        return change()
+    except (DatabaseUnavailable, SetupError):
+        return False
+
+
+def _say(console: Console, text: str) -> None:
+    console.print(text, highlight=False, soft_wrap=True, markup=False)

