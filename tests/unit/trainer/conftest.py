@@ -40,9 +40,11 @@ def start_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def make_policy(start_folder: Path) -> MakePolicy:
     """A policy from the start folder; keyword arguments are fields of the run's train section."""
 
-    def make(*, temperature: float = 1.0, seed: int = 0, **train: object) -> Policy:
+    def make(*, temperature: float = 1.0, top_p: float = 1.0, seed: int = 0, **train: object) -> Policy:
         document = {"name": "test", "model": start_folder, "seed": seed, "train": train}
-        return Policy.load(RunConfig.model_validate(document | {"rollout": {"temperature": temperature}}))
+        return Policy.load(
+            RunConfig.model_validate(document | {"rollout": {"temperature": temperature, "top_p": top_p}})
+        )
 
     return make
 

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 
 import numpy as np
 import pytest
 
+from common.config import TrainConfig
 from common.db.steps import ScoredGroup
 from common.episode import ScoredEpisode, TurnTokens
+from trainer.advantages import Advantages
 from trainer.loop import account, prepare
-from trainer.samples import sample_digest
+from trainer.samples import Sample, sample_digest
 
 
 def episode(episode_id: int, *, group_id: int, reward: float, versions: list[int], outcome: str) -> ScoredEpisode:
@@ -44,22 +47,40 @@ GROUPS = (
 )
 
 
+def prepared(
+    distances: dict[int, float] | None = None, /, **train: object
+) -> tuple[list[Sample], Advantages, dict[str, float]]:
+    """GROUPS before the step of version 5; `distances` is what the policy says of the distance to the start weights."""
+    asked: list[int] = []
+
+    def reference_kl(samples: Sequence[Sample]) -> dict[int, float]:
+        asked.extend(sample.episode_id for sample in samples)
+        return distances or {}
+
+    result = prepare(GROUPS, version=5, train=TrainConfig.model_validate(train), reference_kl=reference_kl)
+    assert asked == ([] if distances is None else [1, 2, 4, 5])
+    return result
+
+
 def test_failures_of_infrastructure_enter_neither_rows_nor_baseline() -> None:
-    samples, advantages, metrics = prepare(GROUPS, version=5)
+    samples, advantages, metrics = prepared()
     assert [sample.episode_id for sample in samples] == [1, 2, 4, 5]
     assert dict(advantages.by_episode) == pytest.approx({1: 1.0, 2: -1.0, 4: 0.0, 5: 0.0}, abs=1e-3)
     assert metrics["num_episodes"] == 4
 
 
 def test_metrics_of_what_was_taken() -> None:
-    _, _, metrics = prepare(GROUPS, version=5)
+    _, _, metrics = prepared()
     assert metrics == pytest.approx(
         {
             "reward_mean": 0.75,
             "reward_std": np.sqrt(3) / 4,
+            "shaped_reward_mean": 0.75,
             "num_episodes": 4,
             "num_tokens": 5,
             "zero_variance_groups": 1,
+            "singleton_groups": 0,
+            "left_out_episodes": 0,
             "lag_mean": 0.4,
             "lag_max": 1,
         }
@@ -68,8 +89,25 @@ def test_metrics_of_what_was_taken() -> None:
 
 
 def test_every_row_is_accounted_for_with_its_digest() -> None:
-    samples, advantages, _ = prepare(GROUPS, version=5)
+    samples, advantages, _ = prepared()
     trained = account(samples, advantages)
     assert [(entry.episode_id, entry.num_tokens) for entry in trained] == [(1, 3), (2, 1), (4, 1), (5, 0)]
     assert [entry.digest for entry in trained] == [sample_digest(sample) for sample in samples]
     assert trained[0].advantage == advantages.by_episode[1]
+
+
+def test_penalties_shape_what_is_trained_and_not_what_is_reported() -> None:
+    _, advantages, metrics = prepared(
+        {1: 2.0, 2: 1.0, 4: 9.0}, kl="reward", kl_coefficient=0.1, kl_estimator="k1", advantage="dr_grpo"
+    )
+    # 1.0 - 0.2 and 0.0 - 0.1; the second group's raw rewards are equal
+    assert dict(advantages.by_episode) == pytest.approx({1: 0.45, 2: -0.45, 4: 0.0, 5: 0.0})
+    assert metrics["reward_mean"] == 0.75
+    assert metrics["shaped_reward_mean"] == pytest.approx((0.8 - 0.1 + 0.1 + 1.0) / 4)
+
+
+def test_episodes_that_were_cut_off_can_be_left_out_of_the_loss() -> None:
+    samples, advantages, metrics = prepared(truncated="mask")
+    assert advantages.left_out == {5}
+    assert metrics["left_out_episodes"] == 1
+    assert [entry.episode_id for entry in account(samples, advantages)] == [1, 2, 4, 5]

@@ -13,7 +13,7 @@ import torch
 
 from common.config import RunConfig, TrainConfig
 from common.errors import SetupError
-from trainer.losses import policy_loss
+from trainer.losses import StepTotals, policy_loss
 from trainer.policy import Policy, TrainingError, learning_rate, split_by_group
 from trainer.samples import Sample, pad
 
@@ -33,7 +33,8 @@ def weights_of(policy: Policy) -> torch.Tensor:
 def gradient_of(policy: Policy, packing: Sequence[Sequence[Sample]]) -> torch.Tensor:
     """Gradient of the loss over all rows, computed in the given batches; advantages alternate by episode."""
     policy.optimizer.zero_grad()
-    num_tokens = sum(row.num_tokens for rows in packing for row in rows)
+    all_rows = [row for rows in packing for row in rows]
+    totals = StepTotals(num_tokens=sum(row.num_tokens for row in all_rows), num_episodes=len(all_rows))
     for rows in packing:
         batch = pad(rows)
         loss_B, _ = policy_loss(
@@ -42,13 +43,19 @@ def gradient_of(policy: Policy, packing: Sequence[Sequence[Sample]]) -> torch.Te
             anchor_logprobs_BL=batch.behaviour_logprobs_BL,
             advantages_B=torch.tensor([1.0 if row.episode_id % 2 else -0.5 for row in rows]),
             mask_BL=batch.mask_BL,
-            num_tokens=num_tokens,
+            totals=totals,
             train=policy.train,
         )
         loss_B.sum().backward()
     return torch.cat(
         [parameter.grad.flatten() for parameter in policy.model.parameters() if parameter.grad is not None]
     )
+
+
+def replace_by_nothing(sample: Sample) -> Sample:
+    """The row of an episode that never sampled."""
+    names = ("ids_L", "mask_L", "behaviour_logprobs_L", "versions_L")
+    return replace(sample, **{name: getattr(sample, name)[:0] for name in names})
 
 
 @pytest.fixture
@@ -185,6 +192,85 @@ def test_numbers_that_are_not_finite_stop_the_step_before_the_weights_change(
     with pytest.raises(TrainingError, match=message):
         policy.train_step(group[:2], {1: 1.0, 2: advantage}, version=4)
     assert torch.equal(weights_of(policy), before)
+
+
+def test_infinite_logprob_that_a_clip_would_hide_stops_the_step(
+    make_policy: MakePolicy, make_random_sample: MakeSample, group: list[Sample]
+) -> None:
+    # A token that the policy can no longer sample: its ratio is 0, and the clip makes a finite loss of it.
+    policy = make_policy(minibatches=1)
+    sampled = group[1].ids_L[group[1].mask_L][0]
+    head = policy.model.get_output_embeddings()
+    head.bias = torch.nn.Parameter(torch.zeros(head.weight.shape[0]))
+    with torch.no_grad():
+        head.bias[sampled] = -torch.inf
+    others = [row for row in group if sampled not in row.ids_L[row.mask_L]]
+    with pytest.raises(TrainingError, match=r"step 0 -> 1: the loss is not finite in episodes \[2\]"):
+        policy.train_step([*others, group[1]], ADVANTAGES, version=0)
+
+
+OBJECTIVES: list[dict[str, object]] = [
+    {"loss": "gspo", "average": "episode"},
+    {"loss": "cispo"},
+    {"average": "constant", "divisor_tokens": 16},
+    {"anchor": "proximal", "correction": "mask", "correction_level": "sequence"},
+]
+
+
+@pytest.mark.parametrize("train", OBJECTIVES, ids=str)
+def test_step_of_any_objective_raises_good_episodes_and_lowers_bad_ones(
+    make_policy: MakePolicy, group: list[Sample], train: dict[str, object]
+) -> None:
+    policy = make_policy(**train)
+    before = {row.episode_id: logprobs_of(policy, row).sum() for row in group}
+    policy.train_step(group, ADVANTAGES, version=5)
+    for row in group:
+        assert np.sign(logprobs_of(policy, row).sum() - before[row.episode_id]) == ADVANTAGES[row.episode_id]
+
+
+def test_distance_to_the_start_weights_is_summed_over_the_tokens_of_an_episode(
+    make_policy: MakePolicy, group: list[Sample]
+) -> None:
+    policy = make_policy(kl="reward", kl_coefficient=0.1, kl_estimator="k1")
+    moved = replace(group[1], behaviour_logprobs_L=group[1].behaviour_logprobs_L + 0.25 * group[1].mask_L)
+    assert policy.reference_kl([group[0], moved, replace_by_nothing(group[2])]) == pytest.approx(
+        {1: 0.0, 2: 0.25 * group[1].num_tokens}, abs=1e-5
+    )
+
+
+def test_kl_in_the_loss_is_to_the_start_weights_and_acts_on_rows_without_advantage(
+    make_policy: MakePolicy, group: list[Sample]
+) -> None:
+    policy = make_policy(kl="loss", kl_coefficient=10.0, minibatches=1, kl_estimator="k2")
+    with torch.no_grad():
+        for parameter in policy.model.parameters():
+            parameter.add_(0.05 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(1)))
+    nothing = dict.fromkeys(ADVANTAGES, 0.0)
+    distances = [policy.train_step(group, nothing, version=9)["reference_kl"] for _ in range(8)]
+    assert distances[0] > 0.01
+    assert distances[-1] < distances[0] / 2
+
+
+@pytest.mark.parametrize("top_p", [1.0, 0.9])
+def test_entropy_bonus_raises_the_entropy_of_rows_without_advantage(
+    make_policy: MakePolicy, group: list[Sample], top_p: float
+) -> None:
+    policy = make_policy(entropy_coefficient=1.0, minibatches=1, top_p=top_p)
+    nothing = dict.fromkeys(ADVANTAGES, 0.0)
+    entropies = [policy.train_step(group, nothing, version=9)["entropy"] for _ in range(4)]
+    assert entropies == sorted(entropies)
+    assert entropies[-1] > entropies[0] + 1e-3
+
+
+def test_loss_is_the_mean_over_the_tokens_of_policy_kl_and_entropy(
+    make_policy: MakePolicy, group: list[Sample]
+) -> None:
+    # At the start weights the ratio is 1 and the distance 0: what is left are advantages and entropy.
+    policy = make_policy(minibatches=1, entropy_coefficient=0.01, kl="loss", kl_coefficient=0.3)
+    metrics = policy.train_step(group, ADVANTAGES, version=0)
+    counts = {row.episode_id: row.num_tokens for row in group}
+    mean_advantage = sum(ADVANTAGES[number] * count for number, count in counts.items()) / sum(counts.values())
+    assert metrics["loss"] == pytest.approx(-mean_advantage - 0.01 * metrics["entropy"], abs=1e-5)
 
 
 def test_going_on_from_the_state_gives_the_same_weights_as_never_stopping(
