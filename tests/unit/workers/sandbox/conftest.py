@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
@@ -50,14 +51,18 @@ def backend(request: pytest.FixtureRequest) -> FolderBackend:
 
 
 @pytest.fixture
-def session(backend: FolderBackend) -> SandboxSession:
+async def session(backend: FolderBackend) -> AsyncIterator[SandboxSession]:
     """A sandbox with FILES, of each kind in turn."""
     backend.create(HANDLE, FILES)
-    return backend.attach(HANDLE)
+    opened = backend.attach(HANDLE)
+    yield opened
+    await opened.close()
 
 
 @pytest.fixture
-def walled_session(walled: FolderBackend) -> SandboxSession:
+async def walled_session(walled: FolderBackend) -> AsyncIterator[SandboxSession]:
     """A sandbox with FILES and walls."""
     walled.create(HANDLE, FILES)
-    return walled.attach(HANDLE)
+    opened = walled.attach(HANDLE)
+    yield opened
+    await opened.close()
