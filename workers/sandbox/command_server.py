@@ -174,6 +174,8 @@ class Command:
         while True:
             self._server.reap(self._reaped)
             if self._exit_code is not None:
+                if self._exit_code != 0:
+                    self._note_processes(self._server.processes())
                 return None
             now = time.monotonic()
             if now >= self._deadline:
@@ -218,11 +220,15 @@ class Command:
             if self._num_bytes == before:
                 return
 
+    def _note_processes(self, processes: list[ProcStat]) -> None:
+        # The server itself and the shell, which may just have ended, count too.
+        if sum(process.num_threads for process in processes) + 2 >= self._server.limits["num_processes"]:
+            self._limit = "processes"
+
     def _look(self) -> str | None:
         """The limit of all its processes together that it is beyond."""
         processes = self._server.processes()
-        if sum(process.num_threads for process in processes) + 1 >= self._server.limits["num_processes"]:
-            self._limit = "processes"
+        self._note_processes(processes)
         cpu_s = sum(process.cpu_s for process in processes) + _reaped_cpu_s() - self._cpu_before_s
         if cpu_s > self._server.limits["cpu_s"]:
             return "cpu"
