@@ -11,10 +11,10 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check
 VOCABULARIES := qwen-agent==0.0.34 llama-models==0.3.0
 export BROKER
 
-.PHONY: help demo dev check test chaos services clean
+.PHONY: help demo dev check test test-sandbox chaos services clean
 
 help: ## show the targets
-	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 $(BIN)/python:
 	@test -n "$(PYTHON)" || { echo "rollmill needs Python 3.11 or newer with venv: install python3 and python3-venv" >&2; exit 1; }
@@ -48,6 +48,9 @@ services: ## install RabbitMQ and bubblewrap from Debian's packages where that i
 
 test: $(VENV)/.dev services check ## everything: check, then the tests on real services and the whole loop
 	@$(BIN)/python -m pytest tests/integration tests/e2e $(ARGS)
+
+test-sandbox: $(VENV)/.dev services ## what agents do to a shell, and attacks on the sandbox; each must be stopped
+	@SANDBOX_FIGURES=1 $(BIN)/python -m pytest tests/unit/workers/sandbox -q -m "robustness or attack" $(ARGS)
 
 chaos: $(VENV)/.dev services ## kill every process again and again for five minutes; nothing is lost, doubled or stuck
 	@$(BIN)/python -m benchmarks.chaos $(ARGS)

@@ -221,8 +221,8 @@ class Command:
                 return
 
     def _note_processes(self, processes: list[ProcStat]) -> None:
-        # The server itself and the shell, which may just have ended, count too.
-        if sum(process.num_threads for process in processes) + 2 >= self._server.limits["num_processes"]:
+        # The server counts too, and the first to be refused a process have ended already.
+        if sum(process.num_threads for process in processes) + 4 >= self._server.limits["num_processes"]:
             self._limit = "processes"
 
     def _look(self) -> str | None:

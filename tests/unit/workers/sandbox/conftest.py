@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
-from collections.abc import AsyncIterator
+import sys
+from collections import Counter
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
 import pytest
@@ -15,7 +17,29 @@ from workers.sandbox.protocol import SandboxSession
 from workers.sandbox.restricted import Restricted
 
 HANDLE = "7-1"
+_passed: Counter[str] = Counter()
+_ran: Counter[str] = Counter()
 FILES = {"notes.txt": "hello\n", "data/maple12": "code 42\n"}
+
+
+@pytest.hookimpl(hookwrapper=True)
+def pytest_runtest_makereport(item: pytest.Item) -> Iterator[None]:
+    """Count cases of robustness and attacks."""
+    outcome = yield
+    report = outcome.get_result()  # type: ignore[attr-defined]
+    if report.when == "call" or report.outcome != "passed":
+        for mark in ("robustness", "attack"):
+            if item.get_closest_marker(mark):
+                _ran[mark] += 1
+                _passed[mark] += report.outcome == "passed"
+
+
+def pytest_unconfigure() -> None:
+    """The last line of `make test-sandbox`."""
+    if os.environ.get("SANDBOX_FIGURES"):
+        sys.stdout.write(
+            f"sandbox: cases={_passed['robustness']} attacks={_ran['attack']} stopped={_passed['attack']}\n"
+        )
 
 
 @pytest.fixture

@@ -231,7 +231,8 @@ async def test_a_limit_is_named_and_the_sandbox_lives_on(
 
 
 async def test_what_forked_processes_share_counts_once(small: SandboxSession) -> None:
-    script = "import os,time\nx = bytearray(70 << 20); x[::4096] = x[::4096]\nfor _ in range(6): os.fork() or time.sleep(9)\n"
+    script = "import os,time\nx = bytearray(70 << 20); x[::4096] = x[::4096]\n"
+    script += "for _ in range(6): os.fork() or time.sleep(9)\n"
     result = await small.exec(f"{PYTHON} -c '{script}time.sleep(0.5)'", timeout_s=20)
     assert (result.limit, result.exit_code) == (None, 0)
 
