@@ -19,6 +19,7 @@ from deploy.broker_commands import broker_app
 from deploy.control import cancel, run_app, submit
 from deploy.demo import DemoHandler, demo_config
 from deploy.options import DataDir, settings_for
+from deploy.sandbox import sandbox_app
 
 DEMO_STALL_LIMIT_S = 300.0
 
@@ -34,6 +35,7 @@ app = typer.Typer(
 db_app = typer.Typer(no_args_is_help=True, help="The database's own matters: who may do what in it.")
 app.add_typer(db_app, name="db")
 app.add_typer(broker_app, name="broker")
+app.add_typer(sandbox_app, name="sandbox")
 
 Broker = Annotated[
     BrokerKind,
