@@ -23,8 +23,8 @@ from workers.sandbox.launching import (
     Remarks,
     memory_file,
     server_config,
+    server_program,
     server_python,
-    server_source,
 )
 from workers.sandbox.process import KILL_WAIT_S, Launched, start
 from workers.sandbox.protocol import Limits
@@ -34,7 +34,7 @@ PROBE_TIMEOUT_S = 10.0
 _SYSTEM_LINKS = ("/bin", "/sbin", "/lib", "/lib32", "/lib64", "/libx32")
 _SYSTEM_FILES = ("/etc/ld.so.cache", "/etc/alternatives")
 _STATE = "/.sandbox/state"
-_SERVER = "/.sandbox/server.py"
+_SERVER = "/.sandbox/server"
 
 _DISK = """
 set -e
@@ -65,35 +65,26 @@ class Bubblewrap:
         ours, theirs = socket.socketpair()
         status_fd, report_fd = os.pipe()
         status, remarks = _Status(status_fd), Remarks()
-        with ExitStack() as stack, theirs:
+        with ExitStack() as undo, ExitStack() as stack, theirs:
+            undo.callback(ours.close)
             stack.callback(os.close, report_fd)
             fds = {
                 "report": report_fd,
                 "passwd": memory_file(stack, PASSWD),
-                "server": memory_file(stack, server_source()),
+                "server": memory_file(stack, server_program()),
             }
             if seccomp.is_known():
                 fds["filter"] = memory_file(stack, seccomp.program())
             # By a file, since the agent can read the command line of the sandbox's first process.
             fds["options"] = memory_file(stack, "\0".join(_options(fds)).encode())
-            try:
-                process = start(
-                    [
-                        *_outside(folder, self.limits),
-                        "bwrap",
-                        "--args",
-                        str(fds["options"]),
-                        "--",
-                        *self._server(theirs),
-                    ],
-                    env={"PATH": PATH},
-                    cwd=Path("/"),
-                    pass_fds=(*fds.values(), theirs.fileno()),
-                    remarks_fd=remarks.fd,
-                )
-            except EpisodeError:
-                ours.close()
-                raise
+            process = start(
+                [*_outside(folder, self.limits), "bwrap", "--args", str(fds["options"]), "--", *self._server(theirs)],
+                env={"PATH": PATH},
+                cwd=Path("/"),
+                pass_fds=(*fds.values(), theirs.fileno()),
+                remarks_fd=remarks.fd,
+            )
+            undo.pop_all()
         return Launched(process=process, stream=ours, inner=status.inner, remarks=remarks.last)
 
     def _server(self, stream: socket.socket) -> tuple[str, ...]:

@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import subprocess
 from contextlib import ExitStack, suppress
+from functools import cache
 from pathlib import Path
 
 from workers.sandbox import command_server
@@ -15,6 +17,12 @@ PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 PYTHON_PATH = "/usr/bin:/usr/local/bin"
 """Where Python for the command server is looked for: in folders that every user and every sandbox can read."""
 MAX_REMARKS_BYTES = 4096
+COMPILE_TIMEOUT_S = 10.0
+_COMPILE = """
+import importlib.util, marshal, sys
+code = compile(sys.stdin.buffer.read(), "command_server.py", "exec")
+sys.stdout.buffer.write(importlib.util.MAGIC_NUMBER + bytes(12) + marshal.dumps(code))
+"""
 
 
 def server_source() -> bytes:
@@ -25,6 +33,22 @@ def server_source() -> bytes:
 def server_python() -> str | None:
     """The system's Python; None = there is none."""
     return shutil.which("python3", path=PYTHON_PATH)
+
+
+@cache
+def server_program() -> bytes:
+    """The program as the system's Python has compiled it, which saves that at each start; the text where it can't."""
+    python = server_python()
+    if python is None:
+        return server_source()
+    command = [python, "-I", "-S", "-c", _COMPILE]
+    try:
+        done = subprocess.run(
+            command, input=server_source(), capture_output=True, timeout=COMPILE_TIMEOUT_S, check=True
+        )
+    except (OSError, subprocess.SubprocessError):
+        return server_source()
+    return done.stdout
 
 
 def server_config(limits: Limits, *, state_folder: str | None, has_disk: bool, count_processes: bool) -> str:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import os
 import socket
 import sys
+from contextlib import ExitStack
 from pathlib import Path
 
-from common.errors import EpisodeError
 from workers.sandbox.folder import AGENT_UID
 from workers.sandbox.launching import PATH, Remarks, server_config, server_python, server_source
 from workers.sandbox.process import Launched, start
@@ -32,19 +32,17 @@ class Restricted:
         config = server_config(self.limits, state_folder=None, has_disk=False, count_processes=user is not None)
         ours, theirs = socket.socketpair()
         remarks = Remarks()
-        with theirs:
+        with ExitStack() as undo, theirs:
+            undo.callback(ours.close)
             # As text, since the commands' user may not be able to reach the file.
             server = ("-I", "-S", "-c", server_source().decode(), str(theirs.fileno()), str(theirs.fileno()), config)
-            try:
-                process = start(
-                    [server_python() or sys.executable, *server],
-                    env={"PATH": PATH, "HOME": str(folder), "LANG": "C.UTF-8", "TERM": "dumb"},
-                    cwd=folder,
-                    pass_fds=(theirs.fileno(),),
-                    remarks_fd=remarks.fd,
-                    user=user,
-                )
-            except EpisodeError:
-                ours.close()
-                raise
+            process = start(
+                [server_python() or sys.executable, *server],
+                env={"PATH": PATH, "HOME": str(folder), "LANG": "C.UTF-8", "TERM": "dumb"},
+                cwd=folder,
+                pass_fds=(theirs.fileno(),),
+                remarks_fd=remarks.fd,
+                user=user,
+            )
+            undo.pop_all()
         return Launched(process=process, stream=ours, inner=lambda: None, remarks=remarks.last)

@@ -255,7 +255,7 @@ async def test_writing_to_the_system(walled_session: SandboxSession) -> None:
     result = await attack(walled_session, f"for p in {places}; do (echo x > $p) 2>/dev/null && echo $p; done; :")
     assert result.output == ""
     await attack(
-        walled_session, "mount -o remount,rw /; mount -o remount,rw /usr; echo x > /.sandbox/server.py; rm -rf /usr"
+        walled_session, "mount -o remount,rw /; mount -o remount,rw /usr; echo x > /.sandbox/server; rm -rf /usr"
     )
     assert (await attack(walled_session, "env true")).exit_code == 0
 
