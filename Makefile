@@ -41,12 +41,13 @@ check: $(VENV)/.dev ## lint, types, import contracts, unit tests
 	@$(BIN)/ruff format --check -q .
 	@$(BIN)/mypy
 	@$(BIN)/lint-imports --no-cache
-	@$(BIN)/python -m pytest tests/unit tests/contracts -q -n 2 --dist loadfile $(ARGS)
+	@$(BIN)/python -m pytest tests/unit tests/contracts -q -n 2 --dist loadfile \
+		-m "not robustness and not attack" $(ARGS)
 
 services: ## install RabbitMQ and bubblewrap from Debian's packages where that is allowed
 	@sh tests/install_services.sh
 
-test: $(VENV)/.dev services check ## everything: check, then the tests on real services and the whole loop
+test: $(VENV)/.dev services check test-sandbox ## everything: check, then the tests on real services and the whole loop
 	@$(BIN)/python -m pytest tests/integration tests/e2e $(ARGS)
 
 test-sandbox: $(VENV)/.dev services ## what agents do to a shell, and attacks on the sandbox; each must be stopped
