@@ -14,7 +14,7 @@ export BROKER
 .PHONY: help demo dev check test test-sandbox chaos services clean
 
 help: ## show the targets
-	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-13s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 $(BIN)/python:
 	@test -n "$(PYTHON)" || { echo "rollmill needs Python 3.11 or newer with venv: install python3 and python3-venv" >&2; exit 1; }

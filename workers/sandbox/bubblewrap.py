@@ -88,7 +88,9 @@ class Bubblewrap:
         return Launched(process=process, stream=ours, inner=status.inner, remarks=remarks.last)
 
     def _server(self, stream: socket.socket) -> tuple[str, ...]:
-        config = server_config(self.limits, state_folder=_STATE, has_disk=True, count_processes=True)
+        # Counted in the sandbox's own user namespace, and so for it alone.
+        most = self.limits.num_processes
+        config = server_config(self.limits, state_folder=_STATE, has_disk=True, kernel_processes=most)
         return (server_python() or "python3", "-I", "-S", _SERVER, str(stream.fileno()), str(stream.fileno()), config)
 
     def trouble(self, folder: Path) -> str | None:

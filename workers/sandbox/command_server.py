@@ -357,8 +357,8 @@ class Server:
             (resource.RLIMIT_MEMLOCK, 64 << 10),
         ):
             resource.setrlimit(name, (limit, limit))
-        if self.limits["count_processes"]:
-            limit = self.limits["num_processes"]
+        if self.limits["kernel_processes"]:
+            limit = self.limits["kernel_processes"]
             resource.setrlimit(resource.RLIMIT_NPROC, (limit, limit))
 
     def _enter(self, path: str) -> None:

@@ -51,15 +51,15 @@ def server_program() -> bytes:
     return done.stdout
 
 
-def server_config(limits: Limits, *, state_folder: str | None, has_disk: bool, count_processes: bool) -> str:
+def server_config(limits: Limits, *, state_folder: str | None, has_disk: bool, kernel_processes: int) -> str:
     """As the server reads it. `state_folder` None = it makes one.
 
-    `has_disk`: whether the sandbox's disk is its own. `count_processes`: whether the kernel counts its processes, and
-    not all of the worker's user.
+    `has_disk`: whether the sandbox's disk is its own. `kernel_processes`: how many processes the kernel lets the
+    commands' user have; 0 = as many as it likes.
     """
     numbers = ("memory_bytes", "address_bytes", "num_processes", "cpu_s", "file_bytes", "num_files")
     chosen = {name: getattr(limits, name) for name in numbers}
-    chosen |= {"has_disk": has_disk, "count_processes": count_processes}
+    chosen |= {"has_disk": has_disk, "kernel_processes": kernel_processes}
     return json.dumps({"limits": chosen, "state_folder": state_folder})
 
 

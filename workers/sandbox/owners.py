@@ -5,6 +5,7 @@ A process is known by its boot, its process namespace, its number and its start:
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import select
@@ -38,20 +39,14 @@ class Identity:
         started = _started(pid)
         return None if started is None else cls(boot=_boot(), pid=pid, started=started)
 
+    @property
+    def is_foreign(self) -> bool:
+        """Whether it is, or was, in a process namespace that this process does not see into."""
+        return self.boot != _boot()
+
     @contextmanager
     def handle(self) -> Iterator[int | None]:
-        """A pidfd of this very process; None = it has ended. Raises EpisodeError for one that nobody here can see."""
-        boot_id, _, namespace = self.boot.partition(" ")
-        own_id, _, own_namespace = _boot().partition(" ")
-        if boot_id != own_id:
-            yield None
-            return
-        if namespace != own_namespace:
-            raise EpisodeError(
-                Outcome.SANDBOX_FAILED,
-                f"process {self.pid} is of another process namespace ({namespace}, here {own_namespace}): "
-                "run a reaper beside the fleet that made it",
-            )
+        """A pidfd of this very process; None = it has ended."""
         try:
             handle = os.pidfd_open(self.pid)
         except ProcessLookupError:
@@ -98,20 +93,35 @@ class Owned:
         return self.outer.end(signal.SIGKILL, wait_s=KILL_WAIT_S)
 
 
+class Record:
+    """The note of a sandbox's processes, locked as long as the worker lives that started them."""
+
+    def __init__(self, file: Path, lock_fd: int) -> None:
+        self.file = file
+        self._lock_fd = lock_fd
+
+    def remove(self) -> None:
+        """The processes have ended."""
+        self.file.unlink(missing_ok=True)
+        os.close(self._lock_fd)
+
+
 @dataclass(frozen=True, kw_only=True)
 class Owners:
     """The records of a node, each in a file of its own: `<handle>.<number of the outer process>`."""
 
     root: Path
 
-    def record(self, handle: str, owned: Owned) -> Path:
+    def record(self, handle: str, owned: Owned) -> Record:
         """Note processes of a sandbox; whole or not at all."""
         self.root.mkdir(mode=0o700, exist_ok=True)
         file = self.root / f"{handle}.{owned.outer.pid}"
         fresh = self.root / f".{file.name}"
-        fresh.write_text(json.dumps(asdict(owned)))
+        lock_fd = os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
+        fcntl.flock(lock_fd, fcntl.LOCK_EX)
+        os.write(lock_fd, json.dumps(asdict(owned)).encode())
         fresh.rename(file)
-        return file
+        return Record(file, lock_fd)
 
     def of(self, handle: str) -> dict[Path, Owned]:
         """The records of a sandbox."""
@@ -122,13 +132,31 @@ class Owners:
         return found
 
     def end(self, handle: str) -> None:
-        """End all processes of a sandbox. Raises EpisodeError when one does not die."""
+        """End all processes of a sandbox. Raises EpisodeError when one does not die, or can't be reached from here."""
         for file, owned in self.of(handle).items():
-            if not owned.end():
+            if owned.outer.is_foreign:
+                # Of an earlier boot, or of another container: with its worker, which held the lock, it has ended.
+                if not _worker_is_gone(file):
+                    raise EpisodeError(
+                        Outcome.SANDBOX_FAILED,
+                        f"sandbox {handle} runs in another process namespace: start a reaper beside the fleet there",
+                    )
+            elif not owned.end():
                 raise EpisodeError(
                     Outcome.SANDBOX_FAILED, f"process {owned.outer.pid} of sandbox {handle} does not die"
                 )
             file.unlink(missing_ok=True)
+
+
+def _worker_is_gone(file: Path) -> bool:
+    try:
+        with file.open() as record:
+            fcntl.flock(record, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except FileNotFoundError:
+        return True
+    return True
 
 
 def _owned(fields: dict[str, dict[str, int | str] | None]) -> Owned:

@@ -13,6 +13,9 @@ from workers.sandbox.launching import PATH, Remarks, server_config, server_pytho
 from workers.sandbox.process import Launched, start
 from workers.sandbox.protocol import Limits
 
+NUM_PROCESSES = 1024
+"""Of all sandboxes together."""
+
 
 class Restricted:
     """A session of its own, an empty environment, resource limits.
@@ -29,7 +32,8 @@ class Restricted:
 
     def launch(self, folder: Path) -> Launched:
         user = AGENT_UID if os.geteuid() == 0 else None
-        config = server_config(self.limits, state_folder=None, has_disk=False, count_processes=user is not None)
+        most = 0 if user is None else NUM_PROCESSES
+        config = server_config(self.limits, state_folder=None, has_disk=False, kernel_processes=most)
         ours, theirs = socket.socketpair()
         remarks = Remarks()
         with ExitStack() as undo, theirs:

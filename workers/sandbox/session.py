@@ -6,6 +6,7 @@ The first command starts it, in the thread of the event loop, since it shall liv
 from __future__ import annotations
 
 import asyncio
+import logging
 from pathlib import Path
 from typing import Protocol
 
@@ -13,8 +14,11 @@ from common.errors import EpisodeError
 from common.outcomes import Outcome
 from workers.sandbox.client import MAX_COMMAND_BYTES, CommandClient, ServerLost
 from workers.sandbox.folder import SandboxFolders
+from workers.sandbox.owners import Record
 from workers.sandbox.process import Launched
 from workers.sandbox.protocol import ExecResult, Limits
+
+logger = logging.getLogger(__name__)
 
 START_TIMEOUT_S = 30.0
 
@@ -75,7 +79,11 @@ class Session:
     async def close(self) -> None:
         async with self._lock:
             self._lost = self._lost or "the session is closed"
-            await self._end("")
+            try:
+                await self._end("")
+            except EpisodeError as error:
+                # What was played is good; the record is still there, by which the reaper tries again.
+                logger.warning("sandbox left to the reaper handle=%s %s", self._handle, error)
 
     async def _end(self, why: str) -> str:
         """End the server; why it ended."""
@@ -92,7 +100,7 @@ class _Server:
     def __init__(self, launched: Launched, limits: Limits) -> None:
         self._launched = launched
         self.client = CommandClient(launched.stream, limits)
-        self._record: Path | None = None
+        self._record: Record | None = None
 
     async def start(self, folders: SandboxFolders, handle: str) -> None:
         """Wait until it is ready, and note whose it is before it does anything. Raises ServerLost, EpisodeError."""
@@ -109,7 +117,7 @@ class _Server:
         self.client.close()
         await self._launched.end()
         if self._record is not None:
-            self._record.unlink(missing_ok=True)
+            self._record.remove()
 
     def explain(self, why: str) -> str:
         """Why it ended, in its own words where it said something."""
