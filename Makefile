@@ -14,7 +14,7 @@ VOCABULARIES := qwen-agent==0.0.34 llama-models==0.3.0
 TRL := trl==1.16.0
 export BROKER ENGINE
 
-.PHONY: help demo dev check test test-trainer test-vllm engine chaos services clean
+.PHONY: help demo dev check test test-sandbox test-trainer test-vllm engine chaos services clean
 
 help: ## show the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-13s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -60,13 +60,17 @@ check: $(VENV)/.dev ## lint, types, import contracts, unit tests
 	@$(BIN)/ruff format --check -q .
 	@$(BIN)/mypy
 	@$(BIN)/lint-imports --no-cache
-	@$(BIN)/python -m pytest tests/unit tests/contracts -q -n 2 --dist loadfile $(ARGS)
+	@$(BIN)/python -m pytest tests/unit tests/contracts -q -n 2 --dist loadfile \
+		-m "not robustness and not attack" $(ARGS)
 
 services: ## install RabbitMQ and bubblewrap from Debian's packages where that is allowed
 	@sh tests/install_services.sh
 
-test: $(VENV)/.dev services check ## everything: check, then the tests on real services and the whole loop
+test: $(VENV)/.dev services check test-sandbox ## everything: check, then the tests on real services and the whole loop
 	@$(BIN)/python -m pytest tests/integration tests/e2e $(ARGS)
+
+test-sandbox: $(VENV)/.dev services ## what agents do to a shell, and attacks on the sandbox; each must be stopped
+	@SANDBOX_FIGURES=1 $(BIN)/python -m pytest tests/unit/workers/sandbox -q -m "robustness or attack" $(ARGS)
 
 test-trainer: $(VENV)/.trl ## the trainer's unit tests, then its losses in other packings and against TRL's
 	@$(BIN)/python -m pytest tests/unit/trainer -q

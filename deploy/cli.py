@@ -21,6 +21,7 @@ from deploy.demo import DemoHandler, demo_config
 from deploy.engine import EngineKind
 from deploy.engine_commands import engine_app
 from deploy.options import DataDir, settings_for
+from deploy.sandbox import sandbox_app
 
 DEMO_STALL_LIMIT_S = 300.0
 
@@ -37,6 +38,7 @@ db_app = typer.Typer(no_args_is_help=True, help="The database's own matters: who
 app.add_typer(db_app, name="db")
 app.add_typer(engine_app, name="engine")
 app.add_typer(broker_app, name="broker")
+app.add_typer(sandbox_app, name="sandbox")
 
 Broker = Annotated[
     BrokerKind,

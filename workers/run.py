@@ -66,7 +66,10 @@ class Run:
             save=playing.save,
             spent_s=lambda: playing.spent_s,
         )
-        played = await agent.play(prepared.messages, prepared.tools, stored)
+        try:
+            played = await agent.play(prepared.messages, prepared.tools, stored)
+        finally:
+            await playing.close()
         return Done(to=EpisodeState.SAMPLED, why=played.outcome, outcome=played.outcome, last_turn=played.last)
 
     def _load(self, claim: Claim) -> list[Turn]:
@@ -89,6 +92,11 @@ class _Playing:
         self.renderer = stage.renderer(claim.config)
         self.spent_s = spent_s
         """Time in requests and tools; waiting for an engine is not the agent's."""
+
+    async def close(self) -> None:
+        """End the sandbox's processes; the reaper removes what lies on disk."""
+        if self._sandbox is not None:
+            await self._sandbox.close()
 
     async def generate(self, prompt_ids: list[int]) -> Generated:
         self._num_requests += 1

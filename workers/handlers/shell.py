@@ -11,7 +11,7 @@ from pydantic import BaseModel, ConfigDict, JsonValue
 from common.episode import Message, ToolCall, ToolSpec
 from workers.handlers.answers import score_answer
 from workers.handlers.base import Prepared, Score, tool_error, unknown_tool
-from workers.sandbox.protocol import ExecResult, SandboxSession
+from workers.sandbox.protocol import ExecResult, Limit, SandboxSession
 
 SHELL = ToolSpec(
     name="shell",
@@ -22,6 +22,14 @@ TREES = ("maple", "cedar", "birch", "oak", "pine", "elm", "willow", "aspen")
 NUM_FILES = 4
 COMMAND_TIMEOUT_S = 10.0
 MAX_OUTPUT_CHARS = 2000
+LIMITS_MET = {
+    Limit.OUTPUT: "stopped: it wrote too much",
+    Limit.MEMORY: "stopped: it used more memory than there is for it",
+    Limit.CPU: "stopped: it used more processor time than there is for it",
+    Limit.PROCESSES: "there were as many processes as there may be",
+    Limit.DISK: "the disk is full",
+}
+"""What the policy is told; a time-out is told with its length."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -116,6 +124,8 @@ def show(result: ExecResult) -> str:
         output = f"{output[:MAX_OUTPUT_CHARS]}\n[cut]"
     if result.timed_out:
         return tool_error(f"timed out after {COMMAND_TIMEOUT_S:g} s\n{output}")
+    if result.limit is not None:
+        return tool_error(f"{LIMITS_MET[result.limit]} (exit code {result.exit_code})\n{output}")
     if result.exit_code != 0:
         return tool_error(f"exit code {result.exit_code}\n{output}")
     return output

@@ -1,7 +1,7 @@
-"""Walls of bubblewrap around each command: its own user, processes, network (none) and file system. No daemon.
+"""Walls of bubblewrap around an episode's commands: own user, processes, network (none) and file system. No daemon.
 
-Holes that this version leaves open: the folder's size on disk, the sum of the processes' memory, and system calls,
-which no filter narrows down.
+In them the command server is the first process; with it the kernel ends all others. The folder stays as INIT made it:
+what commands write lies over it, in memory of a fixed size, and goes with the server.
 """
 
 from __future__ import annotations
@@ -9,162 +9,160 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import socket
 import subprocess
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, suppress
 from pathlib import Path
 
 from common.errors import EpisodeError
-from common.outcomes import Outcome
+from workers.sandbox import seccomp
 from workers.sandbox.folder import AGENT_UID
-from workers.sandbox.process import KILLED, run_process
-from workers.sandbox.protocol import ExecResult
-
-LIMITS = (
-    "--nproc=128:128",
-    "--as=2147483648:2147483648",
-    "--fsize=268435456:268435456",
-    "--nofile=1024:1024",
-    "--core=0:0",
+from workers.sandbox.launching import (
+    PATH,
+    PYTHON_PATH,
+    Remarks,
+    memory_file,
+    server_config,
+    server_program,
+    server_python,
 )
-"""Of each process, in bytes where it is a size; processes are counted for the whole sandbox."""
-TMP_BYTES = 128 << 20
-SHM_BYTES = 64 << 20
-PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
+from workers.sandbox.process import KILL_WAIT_S, Launched, start
+from workers.sandbox.protocol import Limits
+
 PASSWD = b"root:x:0:0::/:/bin/false\nagent:x:1000:1000::/workspace:/bin/bash\n"
 PROBE_TIMEOUT_S = 10.0
 _SYSTEM_LINKS = ("/bin", "/sbin", "/lib", "/lib32", "/lib64", "/libx32")
 _SYSTEM_FILES = ("/etc/ld.so.cache", "/etc/alternatives")
-_STAGE = "/mnt"
-"""Where a root worker shows the folder to bubblewrap, in a mount namespace of that command alone."""
+_STATE = "/.sandbox/state"
+_SERVER = "/.sandbox/server"
 
-_INIT = ("/bin/sh", "-c", 'exec 3>&2 2>/dev/null; (exec "$@" 2>&3 3>&-); exit $?', "init")
-"""The sandbox's first process. When it ends the kernel has ended all others, and bubblewrap, its parent, reaps it;
-bubblewrap's own first process would be left to the machine's. It keeps its remarks on signals to itself."""
+_DISK = """
+set -e
+mount -t tmpfs -o "size=$2,nr_inodes=$3,mode=0755,nosuid,nodev" sandbox /mnt
+mkdir /mnt/base /mnt/upper /mnt/work /mnt/workspace /mnt/tmp /mnt/shm /mnt/state
+mount --rbind "$1" /mnt/base
+mount -t tmpfs -o size=4m,nr_inodes=64,mode=0700,nosuid,nodev sandbox /mnt/state
+chown "$4" /mnt/upper /mnt/tmp /mnt/shm /mnt/state
+mount -t overlay -o lowerdir=/mnt/base,upperdir=/mnt/upper,workdir=/mnt/work overlay /mnt/workspace
+shift 4
+exec "$@"
+"""
+"""A disk of a fixed size, in a mount namespace that nobody else sees: the folder below, what commands write above it.
+
+Bubblewrap's own file systems in memory have no limit to the number of files, each of which takes memory.
+"""
 
 
 class Bubblewrap:
-    """Every command gets a new set of namespaces; only the folder, at /workspace, outlives it."""
+    """One set of namespaces for a session's commands."""
 
     name = "bubblewrap"
 
-    async def run(self, folder: Path, command: str, *, timeout_s: float) -> ExecResult:
-        with _launch(folder, command) as launch:
-            ended = await run_process(
-                launch.argv,
-                timeout_s=timeout_s,
+    def __init__(self, limits: Limits | None = None) -> None:
+        self.limits = limits or Limits()
+
+    def launch(self, folder: Path) -> Launched:
+        ours, theirs = socket.socketpair()
+        status_fd, report_fd = os.pipe()
+        status, remarks = _Status(status_fd), Remarks()
+        with ExitStack() as undo, ExitStack() as stack, theirs:
+            undo.callback(ours.close)
+            stack.callback(os.close, report_fd)
+            fds = {
+                "report": report_fd,
+                "passwd": memory_file(stack, PASSWD),
+                "server": memory_file(stack, server_program()),
+            }
+            if seccomp.is_known():
+                fds["filter"] = memory_file(stack, seccomp.program())
+            # By a file, since the agent can read the command line of the sandbox's first process.
+            fds["options"] = memory_file(stack, "\0".join(_options(fds)).encode())
+            process = start(
+                [*_outside(folder, self.limits), "bwrap", "--args", str(fds["options"]), "--", *self._server(theirs)],
                 env={"PATH": PATH},
                 cwd=Path("/"),
-                pass_fds=launch.fds,
-                inner=lambda: launch.status().get("child-pid"),
+                pass_fds=(*fds.values(), theirs.fileno()),
+                remarks_fd=remarks.fd,
             )
-            exit_code = launch.status().get("exit-code")
-        if ended.timed_out:
-            exit_code = None
-        elif exit_code is None and ended.killed_for_output:
-            exit_code = KILLED
-        elif exit_code is None:
-            reason = ended.output.strip().rpartition("\n")[2]
-            raise EpisodeError(Outcome.SANDBOX_FAILED, f"bubblewrap ended with {ended.returncode}: {reason:.300}")
-        return ExecResult(
-            exit_code=exit_code,
-            output=ended.output,
-            timed_out=ended.timed_out,
-            num_dropped_bytes=ended.num_dropped_bytes,
-        )
+            undo.pop_all()
+        return Launched(process=process, stream=ours, inner=status.inner, remarks=remarks.last)
+
+    def _server(self, stream: socket.socket) -> tuple[str, ...]:
+        # Counted in the sandbox's own user namespace, and so for it alone.
+        most = self.limits.num_processes
+        config = server_config(self.limits, state_folder=_STATE, has_disk=True, kernel_processes=most)
+        return (server_python() or "python3", "-I", "-S", _SERVER, str(stream.fileno()), str(stream.fileno()), config)
 
     def trouble(self, folder: Path) -> str | None:
-        """Why it can't be used here, tried in an empty folder; None = it can."""
+        """Why it can't be used here, tried in an empty folder; None = it can. Blocks."""
         if shutil.which("bwrap", path=PATH) is None:
             return "bubblewrap is not installed"
-        with _launch(folder, "echo works") as launch:
+        if server_python() is None:
+            return f"python3 is not installed in {PYTHON_PATH}"
+        try:
+            launched = self.launch(folder)
+        except EpisodeError as error:
+            return f"bubblewrap does not work here: {error.detail}"
+        with launched.process as process, launched.stream as stream:
+            stream.settimeout(PROBE_TIMEOUT_S)
             try:
-                done = subprocess.run(
-                    launch.argv,
-                    env={"PATH": PATH},
-                    pass_fds=launch.fds,
-                    stdin=subprocess.DEVNULL,
-                    stdout=subprocess.PIPE,
-                    stderr=subprocess.STDOUT,
-                    timeout=PROBE_TIMEOUT_S,
-                    check=False,
-                )
-            except (OSError, subprocess.TimeoutExpired) as error:
-                return f"bubblewrap does not work here: {error}"
-        said = done.stdout.decode(errors="replace").strip()
-        return None if (done.returncode, said) == (0, "works") else f"bubblewrap does not work here: {said:.300}"
+                works = bool(stream.recv(1))
+            except OSError:
+                works = False
+            stream.close()
+            try:
+                process.wait(KILL_WAIT_S)
+            except subprocess.TimeoutExpired:
+                process.kill()
+        return None if works else f"bubblewrap does not work here: {launched.remarks() or 'it says nothing':.300}"
 
 
-class _Launch:
-    """A command line and the files that it reads and writes by number."""
+class _Status:
+    """What bubblewrap reports about itself."""
 
-    def __init__(self, argv: Sequence[str], *, fds: tuple[int, ...], status_fd: int) -> None:
-        self.argv = argv
-        self.fds = fds
-        self._status_fd = status_fd
+    def __init__(self, fd: int) -> None:
+        self._fd = fd
         self._reported = b""
-        os.set_blocking(status_fd, False)
+        os.set_blocking(fd, False)
 
-    def status(self) -> dict[str, int]:
-        """What bubblewrap has reported so far: `child-pid`, and `exit-code` once the command has come to its end."""
+    def inner(self) -> int | None:
+        """Number of the sandbox's first process, as the worker sees it; None = it is not known yet."""
         with suppress(BlockingIOError):
-            while chunk := os.read(self._status_fd, 1 << 12):
+            while chunk := os.read(self._fd, 1 << 12):
                 self._reported += chunk
-        status: dict[str, int] = {}
         for line in self._reported.splitlines(keepends=True):
-            if line.endswith(b"\n"):
-                status |= json.loads(line)
-        return status
+            if line.endswith(b"\n") and "child-pid" in (status := json.loads(line)):
+                return int(status["child-pid"])
+        return None
+
+    def __del__(self) -> None:
+        os.close(self._fd)
 
 
-@contextmanager
-def _launch(folder: Path, command: str) -> Iterator[_Launch]:
-    with ExitStack() as stack:
-        status_fd, report_fd = os.pipe()
-        stack.callback(os.close, status_fd)
-        stack.callback(os.close, report_fd)
-        passwd_fd = _memory_file(stack, PASSWD)
-        as_root = os.geteuid() == 0
-        options = _options(_STAGE if as_root else str(folder), passwd_fd=passwd_fd, report_fd=report_fd)
-        # By a file, since the agent can read the command line of the sandbox's first process.
-        options_fd = _memory_file(stack, "\0".join(options).encode())
-        argv = [
-            *(_as_agent(folder) if as_root else ()),
-            *("bwrap", "--args", str(options_fd), "--", *_INIT, "prlimit", *LIMITS, "--", "/bin/bash", "-c", command),
-        ]
-        yield _Launch(argv, fds=(passwd_fd, options_fd, report_fd), status_fd=status_fd)
+def _outside(folder: Path, limits: Limits) -> tuple[str, ...]:
+    """The sandbox's disk, and an ordinary user before bubblewrap: root in it would own the system's files."""
+    as_root = os.geteuid() == 0
+    owner = f"{AGENT_UID}:{AGENT_UID}" if as_root else "0:0"
+    unshare = ("unshare", *(() if as_root else ("--user", "--map-root-user")), "--mount", "--propagation=private")
+    disk = ("sh", "-c", _DISK, "sh", str(folder), str(limits.disk_bytes), str(limits.num_inodes), owner)
+    identity = ("setpriv", f"--reuid={AGENT_UID}", f"--regid={AGENT_UID}", "--clear-groups") if as_root else ()
+    return (*unshare, *disk, *identity)
 
 
-def _memory_file(stack: ExitStack, content: bytes) -> int:
-    handle = os.memfd_create("sandbox")
-    stack.callback(os.close, handle)
-    os.write(handle, content)
-    os.lseek(handle, 0, os.SEEK_SET)
-    return handle
-
-
-def _as_agent(folder: Path) -> tuple[str, ...]:
-    """Become an ordinary user before bubblewrap: root in it would own the system's files, whatever it is called.
-
-    That user may not be able to reach the folder by its path, so the folder is shown to it elsewhere.
-    """
-    identity = (f"--reuid={AGENT_UID}", f"--regid={AGENT_UID}", "--clear-groups")
-    script = f'mount --bind "$1" {_STAGE} && shift && exec "$@"'
-    return ("unshare", "--mount", "--propagation=private", "sh", "-c", script, "sh", str(folder), "setpriv", *identity)
-
-
-def _options(workspace: str, *, passwd_fd: int, report_fd: int) -> list[str]:
+def _options(fds: dict[str, int]) -> list[str]:
     return [
         *("--unshare-user", "--disable-userns", "--unshare-pid", "--unshare-net", "--unshare-ipc", "--unshare-uts"),
-        *("--unshare-cgroup", "--die-with-parent", "--new-session", "--as-pid-1", "--json-status-fd", str(report_fd)),
+        *("--unshare-cgroup", "--die-with-parent", "--new-session", "--as-pid-1"),
+        *("--json-status-fd", str(fds["report"])),
         *("--uid", "1000", "--gid", "1000", "--cap-drop", "ALL", "--hostname", "sandbox"),
         *("--ro-bind", "/usr", "/usr", *_system()),
-        *("--ro-bind-data", str(passwd_fd), "/etc/passwd", "--proc", "/proc", "--dev", "/dev"),
-        *("--size", str(SHM_BYTES), "--tmpfs", "/dev/shm", "--remount-ro", "/dev"),
-        *("--size", str(TMP_BYTES), "--tmpfs", "/tmp"),
-        *("--bind", workspace, "/workspace", "--chdir", "/workspace", "--remount-ro", "/"),
+        *("--ro-bind-data", str(fds["passwd"]), "/etc/passwd", "--proc", "/proc", "--dev", "/dev"),
+        *("--bind", "/mnt/shm", "/dev/shm", "--remount-ro", "/dev", "--bind", "/mnt/tmp", "/tmp"),
+        *("--bind", "/mnt/state", _STATE, "--ro-bind-data", str(fds["server"]), _SERVER),
+        *("--bind", "/mnt/workspace", "/workspace", "--chdir", "/workspace", "--remount-ro", "/"),
         *("--clearenv", "--setenv", "PATH", PATH, "--setenv", "HOME", "/workspace", "--setenv", "USER", "agent"),
         *("--setenv", "LANG", "C.UTF-8", "--setenv", "TERM", "dumb"),
+        *(("--seccomp", str(fds["filter"])) if "filter" in fds else ()),
     ]
 
 

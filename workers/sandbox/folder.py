@@ -14,6 +14,7 @@ from pathlib import Path, PurePosixPath
 
 from common.errors import EpisodeError, SetupError
 from common.outcomes import Outcome
+from workers.sandbox.owners import Owners
 
 AGENT_UID = 65_432
 """User and group of commands when the worker is root: an id that Debian reserves and gives to nobody."""
@@ -38,6 +39,11 @@ class SandboxFolders:
                 f"cannot make {root}: {error.strerror}; set ROLLMILL_DATA_DIR to a folder of yours"
             ) from error
         return cls(root=root)
+
+    @property
+    def owners(self) -> Owners:
+        """The records of the sandboxes' processes, which lie beside the folders."""
+        return Owners(root=self.root.with_name("sandbox-owners"))
 
     def path(self, handle: str) -> Path:
         """The handle's folder. Raises ValueError for a handle that this class did not make."""
@@ -70,16 +76,25 @@ class SandboxFolders:
     def require(self, handle: str) -> Path:
         """The folder, which must be there. Raises EpisodeError."""
         path = self.path(handle)
-        if not path.is_dir() or path.is_symlink():
+        if not self.exists(handle):
             raise EpisodeError(Outcome.SANDBOX_FAILED, f"sandbox {handle} is gone from {self.root}")
         return path
 
+    def exists(self, handle: str) -> bool:
+        """Whether the folder is there."""
+        path = self.path(handle)
+        return path.is_dir() and not path.is_symlink()
+
     def destroy(self, handle: str) -> None:
-        """Remove the folder; no error if it is gone. Raises EpisodeError when something in it can't be removed."""
+        """End its processes and remove the folder; no error if they are gone. Raises EpisodeError when that fails."""
+        path = self.path(handle)
+        self.owners.end(handle)
         try:
-            remove_tree(self.path(handle))
+            remove_tree(path)
         except OSError as error:
             raise EpisodeError(Outcome.SANDBOX_FAILED, f"cannot remove sandbox {handle}: {error}") from error
+        # Processes that were started meanwhile: their record is here by now, or they see that the folder is gone.
+        self.owners.end(handle)
 
 
 def _check_name(name: str) -> None:

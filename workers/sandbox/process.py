@@ -1,4 +1,4 @@
-"""Runs one process to its end or its time limit, for all kinds of sandbox. Its output and end go into `ExecResult`.
+"""A sandbox's outermost process: started by the worker with a stream to the command server, and ended with it.
 
 The process is a child of the event loop's own thread: a child that asked to die with its parent dies with the thread
 that started it, and threads of a pool come and go.
@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import socket
 import subprocess
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -17,109 +18,72 @@ from pathlib import Path
 
 from common.errors import EpisodeError
 from common.outcomes import Outcome
+from workers.sandbox.owners import Identity, Owned
 
-MAX_KEPT_BYTES = 64 << 10
-"""Output that is kept, from the beginning."""
-MAX_WRITTEN_BYTES = 64 << 20
-"""A process that writes more is killed: reading it would take the loop's time from all other episodes."""
 INNER_KILL_WAIT_S = 1.0
 KILL_WAIT_S = 5.0
-KILLED = 128 + signal.SIGKILL
-"""Exit code of a command that SIGKILL ended."""
-_CHUNK_BYTES = 64 << 10
+END_WAIT_S = 2.0
 
 
 @dataclass(frozen=True, kw_only=True)
-class Ended:
-    """How the process ended."""
+class Launched:
+    """A sandbox's processes, whose server says when it is ready."""
 
-    returncode: int
-    """Negative = ended by that signal."""
-    output: str
-    num_dropped_bytes: int
-    timed_out: bool
+    process: subprocess.Popen[bytes]
+    stream: socket.socket
+    """To the command server; it ends when this does."""
+    inner: Callable[[], int | None]
+    """Number of the sandbox's own first process; None = there is none, or it is not known yet."""
+    remarks: Callable[[], str]
+    """The last line that the processes said about themselves."""
 
-    @property
-    def killed_for_output(self) -> bool:
-        """Whether it was killed because it wrote too much."""
-        return len(self.output.encode()) + self.num_dropped_bytes > MAX_WRITTEN_BYTES
+    def owned(self) -> Owned | None:
+        """Who they are; None = they have ended already."""
+        inner_pid = self.inner()
+        worker, outer = Identity.of(os.getpid()), Identity.of(self.process.pid)
+        inner = None if inner_pid is None else Identity.of(inner_pid)
+        if worker is None or outer is None or (inner_pid is not None and inner is None):
+            return None
+        return Owned(worker=worker, outer=outer, inner=inner)
 
+    async def end(self) -> None:
+        """End it in order, and by force where that takes too long. Raises EpisodeError when it does not die."""
+        self.stream.close()
+        if not await wait_for_exit(self.process.pid, END_WAIT_S) and not await self._kill():
+            raise EpisodeError(Outcome.SANDBOX_FAILED, f"process {self.process.pid} does not die")
+        self.process.wait()
 
-class _Output:
-    """Standard output and error of a process, read as it comes."""
-
-    def __init__(self, fd: int) -> None:
-        self.fd = fd
-        self.kept = bytearray()
-        self.num_bytes = 0
-        self.too_much = asyncio.Event()
-        os.set_blocking(fd, False)
-
-    def read(self) -> bool:
-        """Take one chunk; False when there is none now, or none will come."""
-        try:
-            chunk = os.read(self.fd, _CHUNK_BYTES)
-        except BlockingIOError:
-            return False
-        if not chunk:
-            asyncio.get_running_loop().remove_reader(self.fd)
-            return False
-        self.num_bytes += len(chunk)
-        self.kept += chunk[: MAX_KEPT_BYTES - len(self.kept)]
-        if self.num_bytes > MAX_WRITTEN_BYTES:
-            self.too_much.set()
-        return True
+    async def _kill(self) -> bool:
+        inner = self.inner()
+        # By its parent, since the number may be another process's by now.
+        if inner is not None and _parent_of(inner) == self.process.pid:
+            with suppress(ProcessLookupError):
+                os.kill(inner, signal.SIGKILL)
+            await wait_for_exit(self.process.pid, INNER_KILL_WAIT_S)
+        with suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGKILL)
+        return await wait_for_exit(self.process.pid, KILL_WAIT_S)
 
 
-async def run_process(
+def start(
     argv: Sequence[str],
     *,
-    timeout_s: float,
     env: Mapping[str, str],
-    cwd: Path | None = None,
-    pass_fds: Sequence[int] = (),
+    cwd: Path,
+    pass_fds: Sequence[int],
+    remarks_fd: int,
     user: int | None = None,
-    inner: Callable[[], int | None] = lambda: None,
-) -> Ended:
-    """Run without standard input, in a session of its own. However it ends, its process group is killed after it.
-
-    `user`: id of the user and group to run as, None = the worker's own. `inner`: id of the child to kill first, so
-    that the process can still clear up after it, None = there is none. Raises EpisodeError when it can't be started
-    or can't be killed. Cancelling kills it.
-    """
-    process = _start(argv, env=env, cwd=cwd, pass_fds=pass_fds, user=user)
-    assert process.stdout is not None
-    loop = asyncio.get_running_loop()
-    with process.stdout:
-        output = _Output(process.stdout.fileno())
-        loop.add_reader(output.fd, output.read)
-        try:
-            timed_out = await _watch(process.pid, output, timeout_s)
-        finally:
-            loop.remove_reader(output.fd)
-            if not await _kill(process.pid, inner()):
-                raise EpisodeError(Outcome.SANDBOX_FAILED, f"process {process.pid} does not die")
-            returncode = process.wait()
-        # What it wrote before its end is in the pipe. A process that left the group may keep it open for ever.
-        while output.num_bytes <= MAX_WRITTEN_BYTES and output.read():
-            pass
-    return Ended(
-        returncode=returncode,
-        output=output.kept.decode(errors="replace"),
-        num_dropped_bytes=output.num_bytes - len(output.kept),
-        timed_out=timed_out,
-    )
-
-
-def _start(
-    argv: Sequence[str], *, env: Mapping[str, str], cwd: Path | None, pass_fds: Sequence[int], user: int | None
 ) -> subprocess.Popen[bytes]:
+    """In a session of its own. `user`: id of the user and group to run as, None = the worker's own.
+
+    Raises EpisodeError when it can't be started.
+    """
     try:
         return subprocess.Popen(
             argv,
             stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
+            stdout=subprocess.DEVNULL,
+            stderr=remarks_fd,
             start_new_session=True,
             pass_fds=pass_fds,
             env=dict(env),
@@ -132,30 +96,6 @@ def _start(
         raise EpisodeError(Outcome.SANDBOX_FAILED, f"cannot start {argv[0]}: {error}") from error
 
 
-async def _watch(pid: int, output: _Output, timeout_s: float) -> bool:
-    """Wait for the end, too much output, or the time limit; True for the last."""
-    flood = asyncio.ensure_future(output.too_much.wait())
-    end = asyncio.ensure_future(_wait_for_exit(pid, timeout_s))
-    try:
-        await asyncio.wait((flood, end), return_when=asyncio.FIRST_COMPLETED)
-        return end.done() and not end.result()
-    finally:
-        flood.cancel()
-        end.cancel()
-
-
-async def _kill(pid: int, inner: int | None) -> bool:
-    """Whether the process, which has not been reaped, is dead. Kills its group and before that its child `inner`."""
-    # By its parent, since the number may be another process's by now.
-    if inner is not None and _parent_of(inner) == pid:
-        with suppress(ProcessLookupError):
-            os.kill(inner, signal.SIGKILL)
-        await _wait_for_exit(pid, INNER_KILL_WAIT_S)
-    with suppress(ProcessLookupError):
-        os.killpg(pid, signal.SIGKILL)
-    return await _wait_for_exit(pid, KILL_WAIT_S)
-
-
 def _parent_of(pid: int) -> int | None:
     try:
         # The name before it, in parentheses, may hold anything.
@@ -164,7 +104,7 @@ def _parent_of(pid: int) -> int | None:
         return None
 
 
-async def _wait_for_exit(pid: int, timeout_s: float) -> bool:
+async def wait_for_exit(pid: int, timeout_s: float) -> bool:
     """Whether the process has ended (a zombie has) within the time."""
     try:
         handle = os.pidfd_open(pid)

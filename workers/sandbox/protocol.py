@@ -7,7 +7,51 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from enum import StrEnum
 from typing import Protocol
+
+
+class Limit(StrEnum):
+    """A limit that a command met. It says something about the agent and is told to it; the sandbox is well."""
+
+    TIME = "time"
+    """Its time was up; it was stopped."""
+    OUTPUT = "output"
+    """It wrote more than anybody reads; it was stopped."""
+    MEMORY = "memory"
+    """All its processes together used more memory than the sandbox may; they were stopped."""
+    CPU = "cpu"
+    """All its processes together used more processor time than a command may; they were stopped."""
+    PROCESSES = "processes"
+    """It had as many processes as the sandbox may have, and could start no more."""
+    DISK = "disk"
+    """When it ended, the sandbox could hold no more bytes, or no more files."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Limits:
+    """What a sandbox may use. Sizes are in bytes."""
+
+    memory_bytes: int = 2 << 30
+    """Of all processes together, looked at 20 times a second."""
+    address_bytes: int = 4 << 30
+    """Address space of one process: what it can take between two looks."""
+    num_processes: int = 128
+    """Of the whole sandbox, threads too."""
+    cpu_s: int = 600
+    """Processor time of one command, all its processes together."""
+    disk_bytes: int = 384 << 20
+    """Everything that commands write: in the folder, /tmp and /dev/shm together. It lies in memory."""
+    num_inodes: int = 100_000
+    """Files and folders that commands make."""
+    file_bytes: int = 256 << 20
+    """One file."""
+    num_files: int = 1024
+    """Open files of one process."""
+    kept_bytes: int = 64 << 10
+    """Output of a command that is kept, from the beginning."""
+    written_bytes: int = 64 << 20
+    """Output that ends the command: reading it takes processor time from everybody else."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -21,6 +65,8 @@ class ExecResult:
     timed_out: bool
     num_dropped_bytes: int = 0
     """Output beyond the limit: counted, not kept."""
+    limit: Limit | None = None
+    """The limit that it met; None = none. That output was dropped is no such limit."""
 
     def __post_init__(self) -> None:
         if self.timed_out != (self.exit_code is None):
@@ -33,14 +79,22 @@ class ExecResult:
 
 
 class SandboxSession(Protocol):
-    """An episode's sandbox as a handler sees it. Files last from command to command, processes do not."""
+    """An episode's sandbox as a handler sees it.
+
+    Files, the working folder and exported variables and functions last from command to command, processes do not.
+    """
 
     async def exec(self, command: str, *, timeout_s: float) -> ExecResult:
-        """Run a shell command, in the sandbox's folder, with no standard input.
+        """Run a shell command where the last one stood, at first in the sandbox's folder, with no standard input.
 
-        When it ends, or its time is up, every process that it started is gone. Raises EpisodeError when the
-        sandbox, not the command, failed. Cancelling stops the command.
+        When it ends, or its time is up, every process that it started is gone. Commands of one session run one after
+        the other; waiting for the one before is not part of its time. Raises EpisodeError when the sandbox, not the
+        command, failed. Cancelling stops the command.
         """
+        ...
+
+    async def close(self) -> None:
+        """End the session's processes. What commands changed goes with them; the files that INIT made stay."""
         ...
 
 

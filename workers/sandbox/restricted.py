@@ -3,41 +3,50 @@
 from __future__ import annotations
 
 import os
+import socket
+import sys
+from contextlib import ExitStack
 from pathlib import Path
 
-from workers.sandbox.bubblewrap import PATH
 from workers.sandbox.folder import AGENT_UID
-from workers.sandbox.process import run_process
-from workers.sandbox.protocol import ExecResult
+from workers.sandbox.launching import PATH, Remarks, server_config, server_python, server_source
+from workers.sandbox.process import Launched, start
+from workers.sandbox.protocol import Limits
 
-LIMITS = ("--as=2147483648:2147483648", "--fsize=268435456:268435456", "--nofile=1024:1024", "--core=0:0")
-"""Of each process, in bytes where it is a size."""
-NUM_PROCESSES = 256
-"""Of all sandboxes together, and only where they have a user of their own: else yours would count too."""
+NUM_PROCESSES = 1024
+"""Of all sandboxes together."""
 
 
 class Restricted:
-    """A session of its own, an empty environment, resource limits. A process that leaves the group outlives it.
+    """A session of its own, an empty environment, resource limits.
 
-    It reads and writes what its user can: a user without any rights if the worker is root, else the worker's own.
+    Commands read and write what their user can: a user without any rights if the worker is root, else the worker's
+    own. They write into the folder itself, without a limit to their sum. Processes are counted for all sandboxes
+    together, and only where they have a user of their own: else yours would count too.
     """
 
     name = "restricted"
 
-    async def run(self, folder: Path, command: str, *, timeout_s: float) -> ExecResult:
+    def __init__(self, limits: Limits | None = None) -> None:
+        self.limits = limits or Limits()
+
+    def launch(self, folder: Path) -> Launched:
         user = AGENT_UID if os.geteuid() == 0 else None
-        limits = LIMITS if user is None else (*LIMITS, f"--nproc={NUM_PROCESSES}:{NUM_PROCESSES}")
-        ended = await run_process(
-            ["prlimit", *limits, "--", "/bin/bash", "-c", command],
-            timeout_s=timeout_s,
-            env={"PATH": PATH, "HOME": str(folder), "LANG": "C.UTF-8", "TERM": "dumb"},
-            cwd=folder,
-            user=user,
-        )
-        exit_code = 128 - ended.returncode if ended.returncode < 0 else ended.returncode
-        return ExecResult(
-            exit_code=None if ended.timed_out else exit_code,
-            output=ended.output,
-            timed_out=ended.timed_out,
-            num_dropped_bytes=ended.num_dropped_bytes,
-        )
+        most = 0 if user is None else NUM_PROCESSES
+        config = server_config(self.limits, state_folder=None, has_disk=False, kernel_processes=most)
+        ours, theirs = socket.socketpair()
+        remarks = Remarks()
+        with ExitStack() as undo, theirs:
+            undo.callback(ours.close)
+            # As text, since the commands' user may not be able to reach the file.
+            server = ("-I", "-S", "-c", server_source().decode(), str(theirs.fileno()), str(theirs.fileno()), config)
+            process = start(
+                [server_python() or sys.executable, *server],
+                env={"PATH": PATH, "HOME": str(folder), "LANG": "C.UTF-8", "TERM": "dumb"},
+                cwd=folder,
+                pass_fds=(theirs.fileno(),),
+                remarks_fd=remarks.fd,
+                user=user,
+            )
+            undo.pop_all()
+        return Launched(process=process, stream=ours, inner=lambda: None, remarks=remarks.last)

@@ -46,6 +46,7 @@ def test_help_names_every_command() -> None:
         "queries",
         "db",
         "broker",
+        "sandbox",
         "run",
         "cancel",
         "engine",

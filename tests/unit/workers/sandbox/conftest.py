@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import os
+import sys
+from collections import Counter
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
 import pytest
@@ -14,7 +17,29 @@ from workers.sandbox.protocol import SandboxSession
 from workers.sandbox.restricted import Restricted
 
 HANDLE = "7-1"
+_passed: Counter[str] = Counter()
+_ran: Counter[str] = Counter()
 FILES = {"notes.txt": "hello\n", "data/maple12": "code 42\n"}
+
+
+@pytest.hookimpl(hookwrapper=True)
+def pytest_runtest_makereport(item: pytest.Item) -> Iterator[None]:
+    """Count cases of robustness and attacks."""
+    outcome = yield
+    report = outcome.get_result()  # type: ignore[attr-defined]
+    if report.when == "call" or report.outcome != "passed":
+        for mark in ("robustness", "attack"):
+            if item.get_closest_marker(mark):
+                _ran[mark] += 1
+                _passed[mark] += report.outcome == "passed"
+
+
+def pytest_unconfigure() -> None:
+    """The last line of `make test-sandbox`."""
+    if os.environ.get("SANDBOX_FIGURES"):
+        sys.stdout.write(
+            f"sandbox: cases={_passed['robustness']} attacks={_ran['attack']} stopped={_passed['attack']}\n"
+        )
 
 
 @pytest.fixture
@@ -50,14 +75,18 @@ def backend(request: pytest.FixtureRequest) -> FolderBackend:
 
 
 @pytest.fixture
-def session(backend: FolderBackend) -> SandboxSession:
+async def session(backend: FolderBackend) -> AsyncIterator[SandboxSession]:
     """A sandbox with FILES, of each kind in turn."""
     backend.create(HANDLE, FILES)
-    return backend.attach(HANDLE)
+    opened = backend.attach(HANDLE)
+    yield opened
+    await opened.close()
 
 
 @pytest.fixture
-def walled_session(walled: FolderBackend) -> SandboxSession:
+async def walled_session(walled: FolderBackend) -> AsyncIterator[SandboxSession]:
     """A sandbox with FILES and walls."""
     walled.create(HANDLE, FILES)
-    return walled.attach(HANDLE)
+    opened = walled.attach(HANDLE)
+    yield opened
+    await opened.close()

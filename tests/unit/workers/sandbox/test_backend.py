@@ -32,5 +32,7 @@ def test_without_bubblewrap_one_loud_warning(
 async def test_a_sandbox_is_found_by_another_process(walled: FolderBackend, limited: FolderBackend) -> None:
     handle = walled.handle(12, 3)
     walled.create(handle, {"a": "x"})
-    assert (await limited.attach(handle).exec("cat a", timeout_s=20)).output == "x"
+    session = limited.attach(handle)
+    assert (await session.exec("cat a", timeout_s=20)).output == "x"
+    await session.close()
     limited.destroy(handle)

@@ -14,10 +14,10 @@ import pytest
 
 from common.errors import EpisodeError
 from common.outcomes import Outcome
+from tests.unit.workers.sandbox.marked import MARK, running, until_gone, until_running, user_of
 from workers.sandbox.backend import FolderBackend
 from workers.sandbox.folder import SandboxFolders
-from workers.sandbox.process import MAX_KEPT_BYTES, MAX_WRITTEN_BYTES
-from workers.sandbox.protocol import SandboxSession
+from workers.sandbox.protocol import Limit, Limits, SandboxSession
 
 HANDLE = "7-1"
 
@@ -52,9 +52,10 @@ async def test_there_is_no_input(session: SandboxSession) -> None:
 
 async def test_a_command_that_a_process_argument_cannot_hold(session: SandboxSession) -> None:
     assert await output_of(session, "echo \ud800\0é") == "??é\n"
-    result = await session.exec("#" + "x" * 200_000, timeout_s=20)
+    assert await output_of(session, "#" + "x" * 200_000 + "\necho long") == "long\n"
+    result = await session.exec("#" + "x" * 2_000_000, timeout_s=20)
     assert (result.exit_code, result.timed_out) == (126, False)
-    assert "200001 bytes" in result.output
+    assert "2000001 bytes" in result.output
 
 
 async def test_output_that_is_no_text(session: SandboxSession) -> None:
@@ -63,16 +64,16 @@ async def test_output_that_is_no_text(session: SandboxSession) -> None:
 
 async def test_long_output_is_cut_and_counted(session: SandboxSession) -> None:
     result = await session.exec("head -c 1000000 /dev/zero | tr '\\0' x; exit 5", timeout_s=20)
-    assert result.output == "x" * MAX_KEPT_BYTES
-    assert result.num_dropped_bytes == 1_000_000 - MAX_KEPT_BYTES
+    assert result.output == "x" * Limits().kept_bytes
+    assert result.num_dropped_bytes == 1_000_000 - Limits().kept_bytes
     assert result.exit_code == 5
     assert result.truncated
 
 
 async def test_endless_output_is_ended(session: SandboxSession) -> None:
     result = await session.exec("yes", timeout_s=60)
-    assert (result.exit_code, result.timed_out) == (137, False)
-    assert result.num_dropped_bytes >= MAX_WRITTEN_BYTES - MAX_KEPT_BYTES
+    assert (result.exit_code, result.timed_out, result.limit) == (137, False, Limit.OUTPUT)
+    assert result.num_dropped_bytes >= Limits().written_bytes - Limits().kept_bytes
 
 
 async def test_a_time_limit_keeps_the_output(session: SandboxSession) -> None:
@@ -107,19 +108,14 @@ async def test_nothing_escapes_the_walls_by_leaving_its_group(walled_session: Sa
 
 
 async def test_cancelling_kills_the_command(session: SandboxSession) -> None:
-    task = asyncio.create_task(session.exec("while true; do echo >> beat; sleep 0.01; done", timeout_s=60))
-    await asyncio.sleep(0)
-    await until_written(session)
+    await output_of(session, "echo kept > file")
+    task = asyncio.create_task(session.exec(f"while true; do echo >> beat; sleep 0.01; done # {MARK}", timeout_s=60))
+    await until_running()
     task.cancel()
     await asyncio.wait([task])
     assert task.cancelled()
     await assert_stands_still(session)
-
-
-async def until_written(session: SandboxSession) -> None:
-    async with asyncio.timeout(20):
-        while (await session.exec("test -s beat", timeout_s=20)).exit_code:
-            continue
+    assert await output_of(session, "cat file") == "kept\n"
 
 
 async def test_many_at_once(session: SandboxSession) -> None:
@@ -153,14 +149,18 @@ async def test_a_sandbox_that_is_gone_is_the_sandboxes_fault(backend: FolderBack
         backend.attach(HANDLE)
     backend.create(HANDLE, {})
     session = backend.attach(HANDLE)
+    await session.exec("true", timeout_s=20)
     backend.destroy(HANDLE)
     with pytest.raises(EpisodeError, match="7-1 is gone") as caught:
         await session.exec("true", timeout_s=20)
     assert caught.value.outcome is Outcome.SANDBOX_FAILED
+    await session.close()
 
 
-def test_works_on_a_loop_in_another_thread(session: SandboxSession) -> None:
+def test_works_on_a_loop_in_another_thread(backend: FolderBackend) -> None:
     """The process that makes bubblewrap die with its parent watches the thread, which must live on between commands."""
+    backend.create(HANDLE, {})
+    session = backend.attach(HANDLE)
     loop = asyncio.new_event_loop()
     thread = threading.Thread(target=loop.run_forever)
     thread.start()
@@ -169,6 +169,7 @@ def test_works_on_a_loop_in_another_thread(session: SandboxSession) -> None:
             long = asyncio.run_coroutine_threadsafe(session.exec("sleep 0.2; echo done", timeout_s=20), loop)
             short = asyncio.run_coroutine_threadsafe(session.exec("echo done", timeout_s=20), loop)
             assert (short.result(20).output, long.result(20).output) == ("done\n", "done\n")
+        asyncio.run_coroutine_threadsafe(session.close(), loop).result(20)
     finally:
         loop.call_soon_threadsafe(loop.stop)
         thread.join(10)
@@ -178,24 +179,57 @@ def test_works_on_a_loop_in_another_thread(session: SandboxSession) -> None:
 WORKER = """
 import asyncio, sys
 from pathlib import Path
+from tests.unit.workers.sandbox.marked import MARK, running, until_gone, until_running, user_of
 from workers.sandbox.backend import FolderBackend
 from workers.sandbox.bubblewrap import Bubblewrap
 from workers.sandbox.folder import SandboxFolders
-session = FolderBackend(SandboxFolders.below(Path(sys.argv[1])), Bubblewrap()).attach(sys.argv[2])
-asyncio.run(session.exec("while true; do echo >> beat; sleep 0.01; done", timeout_s=60))
+from workers.sandbox.restricted import Restricted
+walls = Bubblewrap() if sys.argv[2] == "bubblewrap" else Restricted()
+session = FolderBackend(SandboxFolders.below(Path(sys.argv[1])), walls).attach("7-1")
+asyncio.run(session.exec(sys.argv[3], timeout_s=60))
 """
+HOSTILE = (
+    f"trap '' TERM HUP INT; setsid sh -c 'trap \"\" TERM HUP; sleep 60 # {MARK}' & nohup sleep 60 & sleep 60 # {MARK}"
+)
+
+
+def start_worker(folders: SandboxFolders, kind: str, command: str) -> subprocess.Popen[bytes]:
+    """Another process that plays the sandbox HANDLE."""
+    arguments = (str(folders.root.parent), kind, command)
+    return subprocess.Popen([sys.executable, "-c", WORKER, *arguments], cwd=Path(__file__).parents[4])
 
 
 async def test_a_worker_that_is_killed_takes_its_commands_along(
-    walled_session: SandboxSession, folders: SandboxFolders
+    backend: FolderBackend, folders: SandboxFolders
 ) -> None:
-    worker = subprocess.Popen(  # noqa: ASYNC220
-        [sys.executable, "-c", WORKER, str(folders.root.parent), HANDLE], cwd=Path(__file__).parents[4]
-    )
-    await until_written(walled_session)
+    backend.create(HANDLE, {})
+    worker = start_worker(folders, backend.name, HOSTILE)
+    await until_running()
+    (owned,) = folders.owners.of(HANDLE).values()
     worker.kill()
+    killed = time.monotonic()
     worker.wait(10)
-    await assert_stands_still(walled_session)
+    await until_gone()
+    assert time.monotonic() - killed < 1
+    assert owned.end()
+    backend.destroy(HANDLE)
+    assert list(folders.owners.root.iterdir()) == []
+
+
+async def test_another_process_removes_exactly_the_sandbox_that_it_is_told(
+    backend: FolderBackend, folders: SandboxFolders
+) -> None:
+    backend.create(HANDLE, {})
+    backend.create("8-1", {})
+    other = backend.attach("8-1")
+    await output_of(other, "echo stays > file")
+    worker = start_worker(folders, backend.name, HOSTILE)
+    await until_running()
+    backend.destroy(HANDLE)
+    assert running() == []
+    assert await output_of(other, "cat file") == "stays\n"
+    assert worker.wait(20) == 1, "the worker that plays it learns that it is gone"
+    await other.close()
 
 
 async def test_an_agent_inside_the_walls_is_nobody(walled_session: SandboxSession) -> None:
@@ -237,12 +271,14 @@ async def test_a_fork_bomb_stays_inside(walled_session: SandboxSession) -> None:
 async def test_files_and_memory_are_limited(session: SandboxSession) -> None:
     result = await session.exec("head -c 300000000 /dev/zero > big; stat -c %s big; rm big", timeout_s=60)
     assert int(result.output.split()[-1]) == 256 << 20
-    hungry = "import sys; sys.stdout.write(str(len(bytearray(3 << 30))))"
+    hungry = "import sys; sys.stdout.write(str(len(bytearray(5 << 30))))"
     assert (await session.exec(f"/usr/bin/python3 -c '{hungry}'", timeout_s=60)).exit_code == 1
 
 
 async def test_agents_of_a_root_worker_are_an_ordinary_user(session: SandboxSession, folders: SandboxFolders) -> None:
-    await output_of(session, "touch mine")
-    owner = (folders.path(HANDLE) / "mine").stat().st_uid
-    assert owner == os.geteuid() or os.geteuid() == 0
-    assert owner != 0
+    await output_of(session, "true")
+    (owned,) = folders.owners.of(HANDLE).values()
+    server = owned.inner or owned.outer
+    user = user_of(server.pid)
+    assert user == os.geteuid() or os.geteuid() == 0
+    assert user != 0

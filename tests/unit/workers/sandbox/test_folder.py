@@ -137,6 +137,7 @@ async def test_removal_survives_what_an_agent_left(backend: FolderBackend, folde
     for command in (odd, modes):
         result = await session.exec(command, timeout_s=60)
         assert result.exit_code == 0, result
+    await session.close()
     backend.destroy(HANDLE)
     assert not folders.path(HANDLE).exists()
 

@@ -1,0 +1,38 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from workers.sandbox.backend import FolderBackend
+from workers.sandbox.doctor import backends, main, node
+
+
+def test_walls_that_stand(walled: FolderBackend, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--data-dir", str(tmp_path)]) == 0
+    printed = capsys.readouterr().out
+    for word in (walled.name, "restricted", "user namespaces", "control groups", "seccomp", "gVisor", "walls here"):
+        assert word in printed
+    assert list((tmp_path / "sandboxes").iterdir()) == []
+
+
+def test_without_bubblewrap_it_says_how_to_get_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("workers.sandbox.bubblewrap.PATH", "/nowhere")
+    bubblewrap, restricted = backends(tmp_path)
+    assert bubblewrap.state == "does not work: bubblewrap is not installed"
+    assert bubblewrap.remedy.startswith("apt-get install bubblewrap")
+    assert restricted.state == "works, used"
+    assert main(["--data-dir", str(tmp_path)]) == 1
+    assert "NO WALLS" in capsys.readouterr().out
+
+
+def test_a_data_folder_that_cannot_be_made(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "file").write_text("")
+    assert main(["--data-dir", str(tmp_path / "file")]) == 2
+    assert "ROLLMILL_DATA_DIR" in capsys.readouterr().err
+
+
+def test_every_part_of_the_node_has_a_state() -> None:
+    assert all(finding.state and finding.means for finding in node())

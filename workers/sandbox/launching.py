@@ -1,0 +1,90 @@
+"""What all kinds of walls do alike to start a command server: its program, its configuration, files by number."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+from contextlib import ExitStack, suppress
+from functools import cache
+from pathlib import Path
+
+from workers.sandbox import command_server
+from workers.sandbox.protocol import Limits
+
+PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
+PYTHON_PATH = "/usr/bin:/usr/local/bin"
+"""Where Python for the command server is looked for: in folders that every user and every sandbox can read."""
+MAX_REMARKS_BYTES = 4096
+COMPILE_TIMEOUT_S = 10.0
+_COMPILE = """
+import importlib.util, marshal, sys
+code = compile(sys.stdin.buffer.read(), "command_server.py", "exec")
+sys.stdout.buffer.write(importlib.util.MAGIC_NUMBER + bytes(12) + marshal.dumps(code))
+"""
+
+
+def server_source() -> bytes:
+    """The command server's program text."""
+    return Path(command_server.__file__).read_bytes()
+
+
+def server_python() -> str | None:
+    """The system's Python; None = there is none."""
+    return shutil.which("python3", path=PYTHON_PATH)
+
+
+@cache
+def server_program() -> bytes:
+    """The program as the system's Python has compiled it, which saves that at each start; the text where it can't."""
+    python = server_python()
+    if python is None:
+        return server_source()
+    command = [python, "-I", "-S", "-c", _COMPILE]
+    try:
+        done = subprocess.run(
+            command, input=server_source(), capture_output=True, timeout=COMPILE_TIMEOUT_S, check=True
+        )
+    except (OSError, subprocess.SubprocessError):
+        return server_source()
+    return done.stdout
+
+
+def server_config(limits: Limits, *, state_folder: str | None, has_disk: bool, kernel_processes: int) -> str:
+    """As the server reads it. `state_folder` None = it makes one.
+
+    `has_disk`: whether the sandbox's disk is its own. `kernel_processes`: how many processes the kernel lets the
+    commands' user have; 0 = as many as it likes.
+    """
+    numbers = ("memory_bytes", "address_bytes", "num_processes", "cpu_s", "file_bytes", "num_files")
+    chosen = {name: getattr(limits, name) for name in numbers}
+    chosen |= {"has_disk": has_disk, "kernel_processes": kernel_processes}
+    return json.dumps({"limits": chosen, "state_folder": state_folder})
+
+
+class Remarks:
+    """What a sandbox's processes say about themselves, in a file without a name."""
+
+    def __init__(self) -> None:
+        self.fd = os.memfd_create("remarks")
+
+    def last(self) -> str:
+        """The last line; empty when they said nothing."""
+        with suppress(OSError):
+            size = os.fstat(self.fd).st_size
+            text = os.pread(self.fd, MAX_REMARKS_BYTES, max(0, size - MAX_REMARKS_BYTES))
+            return text.decode(errors="replace").strip().rpartition("\n")[2]
+        return ""
+
+    def __del__(self) -> None:
+        os.close(self.fd)
+
+
+def memory_file(stack: ExitStack, content: bytes) -> int:
+    """A file without a name, closed by the stack."""
+    handle = os.memfd_create("sandbox")
+    stack.callback(os.close, handle)
+    os.write(handle, content)
+    os.lseek(handle, 0, os.SEEK_SET)
+    return handle
