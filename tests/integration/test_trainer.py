@@ -312,8 +312,8 @@ def test_waiting_outlasts_a_database_that_goes_away(world: World, postgres_url: 
         waiting = executor.submit(wait_for_work, world.database, world.run, version=0, stop=stop, look_up=lambda: None)
         try:
             with database_away(world.database, postgres_url):
-                with pytest.raises(DatabaseUnavailable), world.database.begin():
-                    pass
+                with pytest.raises(DatabaseUnavailable), world.database.begin() as conn:
+                    conn.execute(text("SELECT 1"))
                 assert not waiting.done()
             for wakeup in world.feed(2):
                 world.finish(wakeup)
