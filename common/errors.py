@@ -25,9 +25,9 @@ class EpisodeError(RollmillError):
 
     def __init__(self, outcome: Outcome, detail: str) -> None:
         assert not outcome.is_agent, f"{outcome} is an agent outcome, not an error"
-        super().__init__(f"{outcome}: {detail}")
         self.outcome = outcome
-        self.detail = detail
+        self.detail = storable(detail)
+        super().__init__(f"{outcome}: {self.detail}")
 
 
 class DatabaseUnavailable(RollmillError):
@@ -38,12 +38,24 @@ class LeaseLost(RollmillError):
     """The claim on the episode is no longer ours: its token does not match, or the lease ran out."""
 
 
+MAX_DETAIL_CHARS = 4000
+
+
+def storable(message: str) -> str:
+    """A handler's message as a text column takes it: no NUL, no half of a character, not endless."""
+    clean = message.replace("\x00", "\\x00").encode(errors="backslashreplace").decode()
+    return clean if len(clean) <= MAX_DETAIL_CHARS else f"{clean[:MAX_DETAIL_CHARS]} … ({len(clean)} characters)"
+
+
 @contextmanager
 def boundary(outcome: Outcome, what: str) -> Iterator[None]:
-    """Attribute any error that escapes the block to `outcome`; errors of our own tree pass unchanged."""
+    """Attribute any error that escapes the block to `outcome`; errors of our own tree pass unchanged.
+
+    So is a `sys.exit` of a handler, or of a library that it uses: it would end a thread of ours, and say nothing.
+    """
     try:
         yield
     except RollmillError:
         raise
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise EpisodeError(outcome, f"{what}: {type(error).__name__}: {error}") from error

@@ -44,8 +44,6 @@ from workers.weight_keeper import WeightKeeper
 
 logger = logging.getLogger(__name__)
 
-LOOP_TIMEOUT_S = 5.0
-"""How long RUN's event loop may take to answer, before it counts as blocked."""
 END_TIMEOUT_S = 25.0
 """How long a process that is worn out may take to hand its claims back and end."""
 
@@ -79,6 +77,7 @@ class FleetProcess:
             worker=self._name,
             publish=publisher(app),
             given_up=self._wear_out,
+            is_able=lambda: self._loop is None or not self._loop.is_blocked,
         )
 
     def _in_threads(self, stage: Stage) -> Work:
@@ -90,7 +89,7 @@ class FleetProcess:
         return lambda claim: threads.submit(partial(evaluate, claim))
 
     def _run(self) -> Work:
-        loop = self._loop = RunLoop()
+        loop = self._loop = RunLoop(on_lost=lambda where: self._end_anew(f"its event loop is blocked in {where}"))
         client = EngineClient(timeout_s=self._settings.request_timeout_s)
         pool = EnginePool(client, self._engines_of, wait_s=self._settings.engine_wait_s)
         keeper = WeightKeeper(self.database, client, owner=self._name, poll_s=self._settings.keeper_poll_s)
@@ -115,15 +114,14 @@ class FleetProcess:
 
     def _wear_out(self, num_given_up: int) -> None:
         """Work that does not end keeps its memory, its locks and its share of the processor for ever."""
-        blocked = self._loop is not None and not self._loop.answers(within_s=LOOP_TIMEOUT_S)
-        if self.worn_out or (num_given_up < self._max_given_up and not blocked):
+        if num_given_up >= self._max_given_up:
+            self._end_anew(f"{num_given_up} works hang in it")
+
+    def _end_anew(self, why: str) -> None:
+        if self.worn_out:
             return
         self.worn_out = True
-        logger.critical(
-            "%d works hang in this process%s: it hands its claims back and ends, so that it is started anew",
-            num_given_up,
-            " and its event loop is blocked" if blocked else "",
-        )
+        logger.critical("this process hands its claims back and ends, so that it is started anew: %s", why)
         os.kill(os.getpid(), signal.SIGTERM)
         # What hangs may keep the process from its orderly end, too.
         last = threading.Timer(END_TIMEOUT_S, os.kill, (os.getpid(), signal.SIGKILL))

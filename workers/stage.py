@@ -65,8 +65,12 @@ class StageWorker:
         worker: str,
         publish: Callable[[list[Wakeup]], None],
         given_up: Callable[[int], object] = lambda num: None,
+        is_able: Callable[[], bool] = lambda: True,
     ) -> None:
-        """`given_up` is called with the number of works that should have ended and still run in this process."""
+        """`given_up` is called with the number of works that should have ended and still run in this process.
+
+        While `is_able` says no, nothing is claimed: the reaper announces the episode again.
+        """
         self._stage = stage
         self._work = work
         self._database = database
@@ -75,6 +79,7 @@ class StageWorker:
         self._worker = worker
         self._publish = publish
         self._given_up = given_up
+        self._is_able = is_able
         self._stuck: list[Future[Done]] = []
         self._stuck_lock = threading.Lock()
         self._configs: dict[int, RunConfig] = {}
@@ -84,7 +89,7 @@ class StageWorker:
         """Do the stage for an episode, if it still waits for it. A second delivery of a message does nothing."""
         wakeup = Wakeup(stage=self._stage, episode_id=episode_id, attempt=attempt)
         try:
-            if self._stopping.is_set() or (claim := self._claim(wakeup)) is None:
+            if self._stopping.is_set() or not self._is_able() or (claim := self._claim(wakeup)) is None:
                 return
             self._publish(self._carry_out(claim))
         except LeaseLost as error:
@@ -144,6 +149,12 @@ class StageWorker:
             return future.result()
         except (CancelledError, StageTimeout):
             raise Interrupted from None
+        except Exception:
+            raise
+        except BaseException as error:
+            # Of a handler, whatever it is: it would end this thread of the pool, whose message then waits for ever.
+            detail = f"{self._stage} of {claim.handler}: {type(error).__name__}: {error}"
+            raise EpisodeError(Outcome.HANDLER_FAILED, detail) from error
 
     def _stop(self, claim: Claim, future: Future[Done]) -> bool:
         """Tell the work to end, and give it up if it does not: without a claim it can write nothing. False = given up.

@@ -1,12 +1,15 @@
 from __future__ import annotations
 
 import asyncio
+import queue
 import threading
 from collections.abc import Iterator
 from concurrent.futures import CancelledError
 
 import pytest
 
+from common.errors import EpisodeError
+from common.outcomes import Outcome
 from workers.run_loop import RunLoop
 
 WITHIN_S = 20.0
@@ -66,3 +69,39 @@ def test_a_blocked_loop_does_not_answer(loop: RunLoop):
     released.set()
     work.result(WITHIN_S)
     assert loop.answers(within_s=WITHIN_S)
+
+
+@pytest.mark.parametrize("error", [SystemExit(4), KeyboardInterrupt()])
+def test_an_exit_of_a_handler_ends_its_own_work_alone(loop: RunLoop, error: BaseException):
+    async def leave() -> None:
+        raise error
+
+    with pytest.raises(RuntimeError, match=type(error).__name__):
+        loop.work(leave()).result(WITHIN_S)
+    assert loop.answers(within_s=WITHIN_S)
+
+
+def test_a_loop_that_stays_blocked_is_lost_and_the_one_who_blocks_it_blamed():
+    lost: queue.SimpleQueue[str] = queue.SimpleQueue()
+    loop = RunLoop(on_lost=lost.put, late_s=0.1, lost_s=0.1)
+    released = threading.Event()
+
+    async def innocent() -> str:
+        await asyncio.sleep(0)
+        return "done"
+
+    async def block() -> None:
+        await asyncio.sleep(0)
+        released.wait(WITHIN_S)
+
+    guilty = loop.work(block())
+    assert "test_run_loop.py" in lost.get(timeout=WITHIN_S)
+    waiting = loop.work(innocent())
+    with pytest.raises(EpisodeError, match=r"blocks the event loop of RUN in .*test_run_loop.py") as blamed:
+        guilty.result(WITHIN_S)
+    assert blamed.value.outcome is Outcome.STAGE_TIMEOUT
+    assert loop.is_blocked
+    assert not waiting.done()
+    released.set()
+    assert waiting.result(WITHIN_S) == "done"
+    loop.close()
