@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
@@ -10,7 +11,7 @@ from types import MappingProxyType
 from typing import Literal
 
 import numpy as np
-from pydantic import BaseModel, ConfigDict, Field, JsonValue
+from pydantic import BaseModel, ConfigDict, Field, JsonValue, field_validator
 
 
 class Stage(StrEnum):
@@ -162,12 +163,21 @@ class ToolCall(Frozen):
     arguments: dict[str, JsonValue]
 
 
+_UNSTORABLE = re.compile("[\0\ud800-\udfff]")
+
+
 class Message(Frozen):
     """One message of the conversation, for people and handlers. Training never reads it: it reads ids."""
 
     role: Literal["system", "user", "assistant", "tool"]
     content: str
+    """Characters that neither UTF-8 nor Postgres can hold (NUL, half surrogates) are replaced by U+FFFD."""
     tool_calls: tuple[ToolCall, ...] = ()
+
+    @field_validator("content")
+    @classmethod
+    def _is_storable(cls, content: str) -> str:
+        return _UNSTORABLE.sub("\ufffd", content)
 
 
 class VersionSpan(Frozen):

@@ -13,7 +13,7 @@ from common.db import turns
 from common.db.episodes import Claim
 from common.db.session import Database
 from common.episode import EpisodeState, ToolCall, Turn
-from common.errors import boundary
+from common.errors import EpisodeError, boundary
 from common.outcomes import Outcome
 from workers.agent import Agent, Generated, OutOfTime, Renderer
 from workers.handlers.base import Handler
@@ -115,13 +115,17 @@ class _Playing:
         limit = asyncio.timeout(self._left_s)
         try:
             async with limit:
-                return await self._handler.call_tool(call, self._claim.payload, self._sandbox)
+                answer: object = await self._handler.call_tool(call, self._claim.payload, self._sandbox)
         except TimeoutError:
             if limit.expired():
                 raise OutOfTime(f"tool {call.name} was cut off after {self._left_s:g} s") from None
             raise
         finally:
             self.spent_s += time.monotonic() - started
+        if not isinstance(answer, str):
+            detail = f"call_tool of {self._claim.handler} must return text, for {call.name} it gave {answer!r:.80}"
+            raise EpisodeError(Outcome.HANDLER_FAILED, detail)
+        return answer
 
     @property
     def _left_s(self) -> float:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -50,6 +51,10 @@ class Hanging:
         self.released = threading.Event()
         self.stopped: list[str] = []
         """Where it saw that it has to stop."""
+        self.leaves_in = ""
+        """Where it calls sys.exit."""
+        self.answer: object = "4"
+        """Of its tool."""
 
     def init(self, payload: dict[str, JsonValue]) -> Prepared:
         self._perhaps_hang("init")
@@ -59,13 +64,19 @@ class Hanging:
         if self.hangs_in == "call_tool":
             self.started.set()
             await asyncio.Event().wait()
-        return "4"
+        self._perhaps_leave("call_tool")
+        return self.answer  # type: ignore[return-value]  # what is no text must be refused
 
     def eval(self, payload: dict[str, JsonValue], transcript: tuple[Message, ...]) -> Score:
         self._perhaps_hang("eval")
         return Score(reward=1.0)
 
+    def _perhaps_leave(self, where: str) -> None:
+        if where == self.leaves_in:
+            sys.exit(4)
+
     def _perhaps_hang(self, where: str) -> None:
+        self._perhaps_leave(where)
         while where == self.hangs_in and not self.released.is_set():
             try:
                 self.started.set()
@@ -162,7 +173,7 @@ def stages(world: World, tmp_path: Path, request: pytest.FixtureRequest) -> Iter
     settings = Settings(data_dir=tmp_path, stage_grace_s=0.3, max_attempts=2, retry_backoff_s=0, engine_wait_s=0.3)
     leases = Leases(world.database, lease_s=5, heartbeat_s=0.05)
     loop = RunLoop()
-    stages = Stages(world, Hanging(**request.param), leases, loop, settings)
+    stages = Stages(world, Hanging(**getattr(request, "param", {})), leases, loop, settings)
     yield stages
     stages.handler.released.set()
     loop.close()
@@ -179,6 +190,34 @@ def _configure(world: World, **rollout: Any) -> None:
 def stored(world: World, wakeup: Wakeup) -> Any:
     with world.database.begin() as conn:
         return conn.execute(text("SELECT * FROM episode WHERE id = :id"), {"id": wakeup.episode_id}).one()
+
+
+@pytest.mark.parametrize("where", ["init", "call_tool", "eval"])
+def test_an_exit_of_a_handler_is_a_failure_of_its_episode_alone(world: World, stages: Stages, where: str):
+    stages.handler.leaves_in = where
+    leaving, good = world.feed()[:2]
+    for sent in (leaving, good):
+        while sent.stage != {"init": Stage.INIT, "call_tool": Stage.RUN, "eval": Stage.EVAL}[where]:
+            (sent,) = stages.perform(sent)
+        if sent.episode_id == leaving.episode_id:
+            stages.perform(sent)
+            stages.handler.leaves_in = ""
+    assert "SystemExit: 4" in stored(world, leaving).detail
+    assert stored(world, leaving).failures == 1
+    while sent.stage is not Stage.EVAL:
+        (sent,) = stages.perform(sent)
+    stages.perform(sent)
+    assert stored(world, good).state == "SCORED"
+
+
+@pytest.mark.parametrize("answer", [None, 17, {"a": 1}])
+def test_a_tools_answer_that_is_no_text_is_named(world: World, stages: Stages, answer: object):
+    stages.handler.answer = answer
+    (sent,) = stages.perform(world.feed()[0])
+    stages.perform(sent)
+    found = stored(world, sent)
+    assert found.state == "READY"
+    assert found.detail == f"call_tool of calculator must return text, for t it gave {answer!r}"
 
 
 @handler(hangs_in="init")

@@ -12,6 +12,7 @@ from common.episode import (
     TAKES,
     EpisodeState,
     FinishReason,
+    Message,
     Sampled,
     TurnTokens,
     VersionSpan,
@@ -78,3 +79,7 @@ def test_no_infrastructure_outcome_counts_as_the_agents():
         Outcome.STAGE_TIMEOUT,
     }
     assert set(Outcome) - infrastructure == AGENT_OUTCOMES
+
+
+def test_a_message_holds_only_what_can_be_stored():
+    assert Message(role="tool", content="a\0b\ud800c\U0001f600").content == "a\ufffdb\ufffdc\U0001f600"
