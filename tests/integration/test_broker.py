@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 from celery import Celery
 from kombu.connection import Connection
-from kombu.entity import Queue
 from sqlalchemy import text
 from typer.testing import CliRunner
 
@@ -182,7 +181,7 @@ def test_queues_that_somebody_takes_from_are_deleted_only_by_force(node: Node) -
     refused = r"run has 2 consumers, eval has 1 consumer\. Stop the fleets first, or --force it"
     with Connection(node.url) as connection:
         for name in ("run", "run", "eval"):
-            Queue(name)(connection.channel()).consume(callback=lambda _: None)
+            connection.channel().basic_consume(name, on_cancel=lambda _: None)
         with pytest.raises(SetupError, match=refused):
             make_queues(node.settings(QueueKind.QUORUM), recreate=True)
         assert [queue.num_consumers for queue in check_queues(given).queues] == [0, 2, 1, 0, 0, 0]
