@@ -6,7 +6,7 @@ Elsewhere (valkey, redis) queues are plain lists, which need none of this.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -120,8 +120,20 @@ def declare_queues(connection: Connection, given: Settings, *, own: Stage | None
     return Declared(version=version, may_declare=True)
 
 
+def consumers(connection: Connection, given: Settings) -> dict[str, int]:
+    """Who takes from the queues: number of consumers by queue, where there are any."""
+    found = {}
+    for queue in [*dead_queues(given), *stage_queues(given, rabbitmq_version(connection))]:
+        with suppress(NotFound), connection.channel() as channel:
+            found[queue.name] = queue(channel).queue_declare(passive=True).consumer_count
+    return {name: number for name, number in found.items() if number}
+
+
 def recreate_queues(connection: Connection, given: Settings) -> int:
-    """Delete the queues, with all their messages, and make them anew; returns how many messages went."""
+    """Delete the queues, with all their messages, and make them anew; returns how many messages went.
+
+    Consumers are cut off from what they take from, so there should be none.
+    """
     num_messages = 0
     for queue in [*dead_queues(given), *stage_queues(given, rabbitmq_version(connection))]:
         with connection.channel() as channel:

@@ -6,9 +6,19 @@ import tomllib
 from pathlib import Path
 from typing import Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, JsonValue, ValidationError, model_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    JsonValue,
+    ValidationError,
+    ValidationInfo,
+    field_validator,
+    model_validator,
+)
 
 from common.errors import SetupError
+from common.storable import MAX_COUNT, MAX_SMALL_COUNT, check_storable, check_time
 
 TINY_MODELS = Path(__file__).parent / "models"
 
@@ -17,9 +27,16 @@ Advantage = Literal["grpo", "dr_grpo", "rloo", "reinforce_plus_plus", "reinforce
 
 
 class Section(BaseModel):
-    """Base of the sections: unknown keys are errors."""
+    """Base of the sections: unknown keys are errors, and so is what cannot be stored."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+
+    @field_validator("*")
+    @classmethod
+    def _can_be_kept(cls, value: object, info: ValidationInfo) -> object:
+        check_storable(str(value) if isinstance(value, Path) else value)
+        check_time(info.field_name, value)
+        return value
 
 
 def _needs(field: str, value: object, *, when: bool, what: str) -> None:
@@ -33,11 +50,11 @@ def _needs(field: str, value: object, *, when: bool, what: str) -> None:
 class RolloutConfig(Section):
     """How episodes are played."""
 
-    group_size: int = Field(default=8, ge=2)
+    group_size: int = Field(default=8, ge=2, le=MAX_COUNT // 2)
     """Episodes per task (G of GRPO); the group's mean reward is the baseline."""
-    oversample: int = Field(default=0, ge=0)
+    oversample: int = Field(default=0, ge=0, le=MAX_COUNT // 2)
     """Episodes that a group gets beyond group_size. When group_size of them are scored, the rest is cancelled."""
-    max_turns: int = Field(default=4, ge=1)
+    max_turns: int = Field(default=4, ge=1, le=MAX_SMALL_COUNT)
     """Model calls per episode."""
     max_tokens_per_turn: int = Field(default=40, ge=1)
     """Sampled tokens per turn."""
@@ -100,9 +117,9 @@ class TrainConfig(Section):
     """Divisor of average = "constant", such as the most tokens an episode may have; None for the others."""
     clip_low: float = Field(default=0.2, gt=0, le=1)
     """Lower clip range; 1 = no lower bound."""
-    clip_high: float = Field(default=0.28, gt=0, allow_inf_nan=False)
+    clip_high: float = Field(default=0.28, gt=0)
     """Upper clip range, wider than the lower (DAPO, clip-higher)."""
-    dual_clip: float = Field(default=3.0, gt=1, allow_inf_nan=False)
+    dual_clip: float = Field(default=3.0, gt=1)
     """Bound of the ratio where the advantage is negative (dual-clip PPO); 1e9 = no bound. CISPO has none."""
     anchor: Literal["behaviour", "proximal"] = "behaviour"
     """What the ratio is taken against: the stored behaviour log-probs, or the policy at the step's start (decoupled
@@ -112,7 +129,7 @@ class TrainConfig(Section):
     the loss (MIS; IcePop with importance_floor). "none" = no weight at all. Without effect for anchor = behaviour."""
     correction_level: Literal["token", "sequence"] = "token"
     """Whether each token has a weight of its own, or a row has one, the product over its tokens."""
-    importance_cap: float = Field(default=2.0, gt=0, allow_inf_nan=False)
+    importance_cap: float = Field(default=2.0, gt=0)
     """Largest importance weight proximal/behaviour."""
     importance_floor: float | None = Field(default=None, gt=0)
     """Smallest importance weight that correction = "mask" leaves in the loss (IcePop); None = no bound."""
@@ -121,11 +138,11 @@ class TrainConfig(Section):
     kl: Literal["none", "loss", "reward"] = "none"
     """Where the distance to the start weights is held against the policy: as a term of the loss, or off the reward of
     each episode, before its advantage. Keeps a second copy of the model in memory."""
-    kl_coefficient: float | None = Field(default=None, gt=0, allow_inf_nan=False)
+    kl_coefficient: float | None = Field(default=None, gt=0)
     """Weight of the KL divergence in nats, summed over the tokens as the rest of the loss; None without kl."""
     kl_estimator: Literal["k1", "k2", "k3"] = "k3"
     """Schulman's estimators. k1 has no gradient in the mean, so it is for kl = "reward" alone."""
-    entropy_coefficient: float = Field(default=0.0, ge=0, allow_inf_nan=False)
+    entropy_coefficient: float = Field(default=0.0, ge=0)
     """Weight of the entropy bonus in nats; 0 = none."""
     overlong_tokens: int | None = Field(default=None, ge=1)
     """Sampled tokens of an episode from which on its reward is 1 less (DAPO, soft overlong punishment); None = no such
@@ -192,11 +209,11 @@ class TrainConfig(Section):
 class SharingConfig(Section):
     """The run's part of a fleet that several runs share. `rollmill run share` changes it while the run goes on."""
 
-    weight: float = Field(default=1.0, ge=0, allow_inf_nan=False)
+    weight: float = Field(default=1.0, ge=0, le=1e6)
     """Its share of ROLLMILL_MAX_EPISODES_IN_FLIGHT is in proportion to it; 0 = only what the others leave."""
-    max_episodes_in_flight: int | None = Field(default=None, ge=1)
+    max_episodes_in_flight: int | None = Field(default=None, ge=1, le=MAX_COUNT)
     """Episodes of the run that may be in flight, which is not final; None = what its share and staleness allow."""
-    max_sandboxes: int | None = Field(default=None, ge=1)
+    max_sandboxes: int | None = Field(default=None, ge=1, le=MAX_COUNT)
     """Sandboxes of the run that may be in flight: those that stand, and one for each NEW episode, which will make one.
     A dead attempt's counts until the reaper has swept it away, a round or so later. None = no bound."""
 
@@ -285,12 +302,24 @@ class RunConfig(Section):
 def load_run_config(path: Path) -> RunConfig:
     """Read a run's TOML file. Raises SetupError that names the file, the field and the value."""
     try:
-        return RunConfig.model_validate(tomllib.loads(path.read_text()))
+        return RunConfig.model_validate(tomllib.loads(path.read_text(encoding="utf-8")))
     except OSError as error:
         raise SetupError(f"run configuration {path} cannot be read: {error.strerror}") from None
-    except tomllib.TOMLDecodeError as error:
-        raise SetupError(f"run configuration {path} is not TOML: {error}") from None
+    except UnicodeDecodeError as error:
+        raise SetupError(f"run configuration {path} is not UTF-8: {error}") from None
+    except RecursionError:
+        raise SetupError(f"run configuration {path} is nested too deeply") from None
     except ValidationError as error:
-        first = error.errors()[0]
-        field = ".".join(str(part) for part in first["loc"]) or "the whole"
-        raise SetupError(f"run configuration {path}: {field}: {first['msg']} (got {first['input']!r:.80})") from None
+        raise SetupError(f"run configuration {path}: {_first_problem(error)}") from None
+    except ValueError as error:
+        # Not only tomllib's own: a number of thousands of digits is one of Python's.
+        raise SetupError(f"run configuration {path} is not TOML: {error}") from None
+
+
+def _first_problem(error: ValidationError) -> str:
+    first = error.errors()[0]
+    field = ".".join(str(part) for part in first["loc"])
+    message = first["msg"].removeprefix("Value error, ")
+    # What fails as a whole, or lacks a field, has the whole section as its value: nobody would find the mistake in it.
+    got = "" if isinstance(first["input"], dict) else f" (got {first['input']!r:.80})"
+    return f"{field}: {message}{got}" if field else f"{message}{got}"

@@ -8,11 +8,12 @@ import re
 from functools import lru_cache
 from pathlib import Path
 
-from pydantic import Field, ValidationError
+from pydantic import Field, ValidationError, ValidationInfo, field_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
 from common.errors import SetupError
 from common.queues import QueueKind
+from common.storable import MAX_SMALL_COUNT, check_time
 
 PREFIX = "ROLLMILL_"
 
@@ -20,7 +21,7 @@ PREFIX = "ROLLMILL_"
 class Settings(BaseSettings):
     """One instance per process; `settings()` makes it."""
 
-    model_config = SettingsConfigDict(env_prefix=PREFIX, frozen=True, extra="forbid")
+    model_config = SettingsConfigDict(env_prefix=PREFIX, frozen=True, extra="forbid", allow_inf_nan=False)
 
     database_url: str | None = None
     """postgresql://user:password@host:port/name; None = the embedded server of the one-machine stack."""
@@ -44,7 +45,7 @@ class Settings(BaseSettings):
     max_episodes_in_flight: int | None = Field(default=None, ge=1)
     """Episodes that all runs together may have in flight, which is not final; the feeder shares them out by the runs'
     weights. Runs with a weight may have one group each even if that is more. None = no common bound."""
-    max_attempts: int = Field(default=5, ge=1)
+    max_attempts: int = Field(default=5, ge=1, le=MAX_SMALL_COUNT)
     """Attempts of an episode, before it is FAILED."""
     retry_backoff_s: float = Field(default=1.0, ge=0)
     """How long an episode waits after its second failure of infrastructure, twice as long after each further one.
@@ -60,6 +61,12 @@ class Settings(BaseSettings):
     request_timeout_s: float = Field(default=60.0, gt=0)
     """Time limit of one generate request."""
     log_level: str = Field(default="INFO", pattern="^(DEBUG|INFO|WARNING|ERROR)$")
+
+    @field_validator("*")
+    @classmethod
+    def _can_be_waited_for(cls, value: object, info: ValidationInfo) -> object:
+        check_time(info.field_name, value)
+        return value
 
     def require_database_url(self) -> str:
         if self.database_url is None:
@@ -90,7 +97,7 @@ def load_settings() -> Settings:
     except ValidationError as error:
         first = error.errors()[0]
         name = PREFIX + ".".join(str(part) for part in first["loc"]).upper()
-        raise SetupError(f"{name}={first['input']!r}: {first['msg']}") from None
+        raise SetupError(f"{name}={first['input']!r}: {first['msg'].removeprefix('Value error, ')}") from None
 
 
 @lru_cache(maxsize=1)

@@ -21,6 +21,7 @@ broker_app = typer.Typer(no_args_is_help=True, help="RabbitMQ's own matters: its
 @broker_app.command(epilog="[bold]ROLLMILL_BROKER_QUEUES=quorum rollmill broker queues --recreate[/]")
 def queues(
     recreate: Annotated[bool, typer.Option("--recreate", help="Delete them first, with their messages.")] = False,
+    force: Annotated[bool, typer.Option("--force", help="With --recreate: even while fleets take from them.")] = False,
     data_dir: DataDir = None,
 ) -> None:
     """Make the queues as ROLLMILL_BROKER_QUEUES wants them: classic, or quorum for a cluster.
@@ -30,7 +31,7 @@ def queues(
     given = _with_broker(data_dir)
     from deploy.broker_queues import make_queues
 
-    num_messages = make_queues(given, recreate=recreate)
+    num_messages = make_queues(given, recreate=recreate, force=force)
     if num_messages is None:
         _say(f"the {given.broker_queues} queues are there")
     else:

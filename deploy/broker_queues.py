@@ -16,6 +16,7 @@ from common.broker import (
     CONSUMER_TIMEOUT_S,
     Version,
     consumer_timeout_s,
+    consumers,
     dead_queues,
     declare_queues,
     rabbitmq_version,
@@ -65,14 +66,17 @@ def rabbitmq(given: Settings) -> Iterator[Connection]:
         yield connection
 
 
-def make_queues(given: Settings, *, recreate: bool) -> int | None:
+def make_queues(given: Settings, *, recreate: bool, force: bool = False) -> int | None:
     """Make the queues that are missing, or all anew; how many messages were deleted, None = nothing was.
 
-    Raises SetupError for a queue of another kind, or a user that may not do this.
+    Raises SetupError for a queue of another kind, a user that may not do this, and, unless forced, for queues that
+    are to be deleted while somebody takes from them.
     """
     with rabbitmq(given) as connection:
         try:
             if recreate:
+                if not force:
+                    _refuse_used(consumers(connection, given))
                 return recreate_queues(connection, given)
             may_declare = declare_queues(connection, given).may_declare
         except AccessRefused as error:
@@ -84,12 +88,21 @@ def make_queues(given: Settings, *, recreate: bool) -> int | None:
     return None
 
 
+def _refuse_used(found: dict[str, int]) -> None:
+    if found:
+        who = ", ".join(f"{name} has {number} consumer{'s' if number > 1 else ''}" for name, number in found.items())
+        raise SetupError(
+            f"fleets take from these queues, and would hear of nothing more: {who}. "
+            "Stop the fleets first, or --force it"
+        )
+
+
 def replace_queues(given: Settings) -> None:
     """Make the queues of a broker that nobody else uses, whatever kind they were of: the reaper announces all again."""
     try:
         make_queues(given, recreate=False)
     except SetupError:
-        make_queues(given, recreate=True)
+        make_queues(given, recreate=True, force=True)
 
 
 def dead_letters(given: Settings, *, purge: bool) -> dict[str, int]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 import sys
+from collections.abc import Sequence
 from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Annotated
@@ -20,6 +21,7 @@ from deploy.control import cancel, run_app, submit
 from deploy.demo import DemoHandler, demo_config
 from deploy.engine import EngineKind
 from deploy.engine_commands import engine_app
+from deploy.handlers import check_handler
 from deploy.options import DataDir, settings_for
 from deploy.sandbox import sandbox_app
 
@@ -344,13 +346,14 @@ def _with_tasks(config: RunConfig) -> RunConfig:
 
 
 def _with_handler(config: RunConfig) -> RunConfig:
-    """The configuration. Raises SetupError for a handler that nobody has registered."""
+    """The configuration. Raises SetupError for a handler that nobody has registered, or that cannot be loaded."""
     known = sorted(entry_points(group="rollmill.handlers").names)
     if ":" not in config.handler and config.handler not in known:
         raise SetupError(
             f"run {config.name}: unknown handler {config.handler!r}: known are {', '.join(known)}; "
             "an own one is given as package.module:Class"
         )
+    check_handler(config)
     return config
 
 
@@ -359,12 +362,22 @@ def main() -> None:
     for stream in (sys.stdout, sys.stderr):
         stream.reconfigure(errors="replace")  # type: ignore[union-attr]  # a terminal that knows no block characters
     try:
+        _check_arguments(sys.argv[1:])
         app()
     except RollmillError as error:
         sys.exit(_explain(error))
     except KeyboardInterrupt:
         # Before the supervisor listens for signals: nothing is started yet.
         sys.exit(128 + signal.SIGINT)
+
+
+def _check_arguments(arguments: Sequence[str]) -> None:
+    """Raise SetupError for one that is no text: names, paths and SQL end in a database that keeps text alone."""
+    for argument in arguments:
+        try:
+            argument.encode()
+        except UnicodeEncodeError:
+            raise SetupError(f"argument {argument!a} is not UTF-8") from None
 
 
 def _explain(error: RollmillError) -> int:

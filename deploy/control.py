@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.console import Console
 
-from common.dataset import content_key, read_lines
+from common.dataset import content_key, key_of, read_lines
 from common.episode import RunState
 from common.errors import SetupError
 from deploy.options import DataDir, settings_for
@@ -111,6 +111,8 @@ def share(
         else:
             check_named(database, run)
             Console().print(share_table(database, capacity=settings.max_episodes_in_flight))
+            if settings.max_episodes_in_flight is None:
+                _say("no shares: ROLLMILL_MAX_EPISODES_IN_FLIGHT is not set here; set it as it is for the feeder")
 
 
 def submit(
@@ -123,7 +125,7 @@ def submit(
     Each becomes a group like any other, and is trained. The same task handed in twice is played once.
     """
     settings = settings_for(data_dir)
-    given = [(str(payload.get("id", content_key(payload))), payload) for _, payload in read_lines(tasks)]
+    given = [(key_of(payload, otherwise=content_key(payload)), payload) for _, payload in read_lines(tasks)]
     from common.db import submissions
     from deploy.access import open_database
 

@@ -109,8 +109,9 @@ def export_run(database: Database, run: Run, folder: Path, *, report: Report) ->
     """Write the run's tables into a new folder; rows by table. Raises SetupError where the folder can't be made."""
     if folder.exists():
         raise SetupError(f"{folder} exists: an export makes its own folder, give --out another name")
+    if not folder.parent.is_dir():
+        raise SetupError(f"there is no folder {folder.parent} to write into: make it, or give --out another place")
     try:
-        folder.parent.mkdir(parents=True, exist_ok=True)
         aside = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", dir=folder.parent))
     except OSError as error:
         raise SetupError(f"cannot write into {folder.parent} ({error.strerror}): give --out another place") from None

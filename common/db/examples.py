@@ -11,6 +11,16 @@ from sqlalchemy.exc import DBAPIError
 from common.errors import SetupError
 
 STATEMENT_TIMEOUT_S = 60
+OPEN_STATEMENT = """
+DO $$
+DECLARE answer refcursor := 'answer';
+BEGIN
+    OPEN answer FOR EXECUTE current_setting('rollmill.statement');
+END
+$$
+"""
+NO_CURSOR = "42P11"
+"""SQLSTATE of what is not one statement with rows."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -193,14 +203,37 @@ def run_example(conn: Connection, example: Example, run: str) -> Answer:
 
 
 def ask(conn: Connection, sql: str) -> Answer:
-    """Run somebody's SQL in a transaction that may only read. Raises SetupError with Postgres's own message."""
+    """Run somebody's SQL, which may only read. Raises SetupError with Postgres's own message.
+
+    The server opens it as a cursor, for which it takes a single statement that has rows: none that begins, ends or
+    changes a transaction. A read-only transaction that has asked anything cannot be made a writing one, and it is
+    rolled back: before Postgres 16, functions may write large objects all the same.
+    """
     try:
         conn.execute(text("SET TRANSACTION READ ONLY"))
         conn.execute(text(f"SET LOCAL statement_timeout = '{STATEMENT_TIMEOUT_S}s'"))
-        # Without parameters a % in the statement is just a %.
-        result = conn.execution_options(no_parameters=True).exec_driver_sql(sql)
-        if not result.returns_rows:
-            return Answer(columns=(), rows=())
-        return Answer(columns=tuple(result.keys()), rows=tuple(tuple(row) for row in result))
+        # All rows are wanted, not the first ones soon.
+        conn.execute(text("SET LOCAL cursor_tuple_fraction = 1"))
+        conn.execute(text("SELECT set_config('rollmill.statement', :sql, true)"), {"sql": sql})
+        with conn.begin_nested() as nothing_kept:
+            conn.execute(text(OPEN_STATEMENT))
+            result = conn.execute(text("FETCH ALL FROM answer"))
+            answer = Answer(columns=tuple(result.keys()), rows=tuple(tuple(row) for row in result))
+            nothing_kept.rollback()
+        return answer
     except DBAPIError as error:
-        raise SetupError(f"the database refused: {str(error.orig).strip()}") from None
+        raise SetupError(f"the database refused: {_refusal(error, sql)}") from None
+
+
+def _refusal(error: DBAPIError, sql: str) -> str:
+    """Postgres's words, with the place in the statement where it names one; not those about our cursor."""
+    report = getattr(error.orig, "diag", None)
+    if report is None or report.message_primary is None:
+        return str(error.orig).strip()
+    if report.sqlstate == NO_CURSOR:
+        return "give one statement that only reads: SELECT, WITH, VALUES, TABLE, SHOW or EXPLAIN"
+    message = str(report.message_primary)
+    if report.internal_position and report.internal_query == sql:
+        before = sql[: int(report.internal_position) - 1]
+        message += f" (line {before.count(chr(10)) + 1}, column {len(before) - before.rfind(chr(10))})"
+    return ". ".join([message, *(more for more in (report.message_detail, report.message_hint) if more)])

@@ -94,7 +94,8 @@ class Node:
     def fresh_queues(self, kind: QueueKind) -> Settings:
         """Empty queues of the kind, and settings that name them."""
         given = self.settings(kind)
-        make_queues(given, recreate=True)
+        # A fleet that was killed a moment ago may still count as a consumer.
+        make_queues(given, recreate=True, force=True)
         return given
 
     def env(self, kind: QueueKind, database_url: str, folder: Path) -> dict[str, str]:

@@ -54,7 +54,7 @@ def test_sql_answers_in_a_pipe_with_tab_separated_values(data_dir: Path) -> None
 
 
 def test_sql_may_not_write(data_dir: Path) -> None:
-    done = rollmill("sql", "DELETE FROM run", data_dir=data_dir)
+    done = rollmill("sql", "DELETE FROM run RETURNING id", data_dir=data_dir)
     assert done.returncode == 2
     assert done.stderr == "rollmill: the database refused: cannot execute DELETE in a read-only transaction\n"
 

@@ -175,6 +175,20 @@ def test_a_fleet_refuses_a_broker_that_is_known_to_take_messages_back_too_early(
     assert "put `consumer_timeout = 86400000` into rabbitmq.conf, and set ROLLMILL_BROKER" in record.getMessage()
 
 
+def test_queues_that_somebody_takes_from_are_deleted_only_by_force(node: Node) -> None:
+    node.fresh_queues(QueueKind.CLASSIC)
+    given = node.settings(QueueKind.CLASSIC)
+    refused = r"run has 2 consumers, eval has 1 consumer\. Stop the fleets first, or --force it"
+    with Connection(node.url) as connection:
+        for name in ("run", "run", "eval"):
+            connection.channel().basic_consume(name, on_cancel=lambda _: None)
+        with pytest.raises(SetupError, match=refused):
+            make_queues(node.settings(QueueKind.QUORUM), recreate=True)
+        assert [queue.num_consumers for queue in check_queues(given).queues] == [0, 2, 1, 0, 0, 0]
+        assert make_queues(given, recreate=True, force=True) == 0
+    assert [queue.num_consumers for queue in check_queues(given).queues] == [0] * 6
+
+
 def test_the_commands_say_what_they_found_and_their_exit_code_too(node: Node) -> None:
     node.fresh_queues(QueueKind.CLASSIC)
     env = {name: None for name in os.environ if name.startswith("ROLLMILL_")} | {

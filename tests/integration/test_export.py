@@ -153,8 +153,14 @@ def test_an_existing_folder_is_left_alone(world: World, tmp_path: Path) -> None:
     (tmp_path / "mine").write_text("mine")
     with pytest.raises(SetupError, match=f"{tmp_path} exists"):
         export_run(world.database, world.run, tmp_path, report=quiet)
-    with pytest.raises(SetupError, match=f"cannot write into {tmp_path}/mine"):
-        export_run(world.database, world.run, tmp_path / "mine" / "out", report=quiet)
+
+
+def test_a_folder_is_made_only_in_one_that_is_there(world: World, tmp_path: Path) -> None:
+    (tmp_path / "mine").write_text("mine")
+    for place in (tmp_path / "mine", tmp_path / "a" / "b"):
+        with pytest.raises(SetupError, match=f"there is no folder {place} to write into: make it"):
+            export_run(world.database, world.run, place / "out", report=quiet)
+    assert [file.name for file in tmp_path.iterdir()] == ["mine"]
     assert [file.name for file in tmp_path.iterdir()] == ["mine"]
 
 

@@ -192,10 +192,11 @@ def test_a_limit_below_a_group_is_refused_and_nothing_changed(database: Database
 def test_the_command_shows_and_changes_shares(database: Database, database_url: str, feeder: Feeder):
     environment = {name: value for name, value in os.environ.items() if not name.startswith("ROLLMILL_")}
 
-    def rollmill(*arguments: str) -> tuple[int, str]:
+    def rollmill(*arguments: str, capacity: str = "24") -> tuple[int, str]:
+        given = {"ROLLMILL_MAX_EPISODES_IN_FLIGHT": capacity} if capacity else {}
         done = subprocess.run(
             [sys.executable, "-m", "deploy.cli", "run", "share", *arguments],
-            env={**environment, "ROLLMILL_DATABASE_URL": database_url, "ROLLMILL_MAX_EPISODES_IN_FLIGHT": "24"},
+            env={**environment, "ROLLMILL_DATABASE_URL": database_url, **given},
             capture_output=True,
             text=True,
             timeout=120,
@@ -216,7 +217,12 @@ def test_the_command_shows_and_changes_shares(database: Database, database_url: 
         ["one", "active", "3", "none", "none", "12", "18"],
         ["two", "active", "1", "none", "none", "12", "6"],
     ]
+    unset = rollmill(capacity="")[1].splitlines()
+    assert [line.split()[-1] for line in unset[1:3]] == ["-", "-"]
+    assert unset[3:] == ["no shares: ROLLMILL_MAX_EPISODES_IN_FLIGHT is not set here; set it as it is for the feeder"]
     refused = {
+        ("one", "--max-episodes", "99999999999"): "max_episodes_in_flight = 99999999999: Input should be less than or",
+        ("one", "--weight", "1e308"): "run one: weight = 1e+308: Input should be less than or equal to 1000000",
         ("one", "--max-sandboxes", "1"): "sharing.max_sandboxes = 1 is less than the 2 episodes of a group",
         ("one", "--max-sandboxes", "some"): "--max-sandboxes some: give a number, or none for no limit",
         ("one", "--weight", "-1"): "run one: weight = -1.0: Input should be greater than or equal to 0",

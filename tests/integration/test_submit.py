@@ -114,6 +114,18 @@ def test_the_command_says_what_waits_and_refuses_what_is_no_task(
     answer: Answer = rollmill("submit", "one", str(file))
     assert answer == (0, "run one: 2 tasks submitted; 2 tasks waiting for room\n")
     assert rollmill("submit", "one", str(file))[1].startswith("run one: 0 tasks submitted, 2 known from before;")
+    for line in (
+        '{"x": NaN}',
+        '{"x": 1e999}',
+        r'{"x": "\u0000"}',
+        r'{"x": "\ud800"}',
+        '{"id": {}}',
+        '{"x": ' + "[" * 9999,
+    ):
+        file.write_text(f"{{}}\n{line}\n")
+        code, said = rollmill("submit", "one", str(file))
+        assert (code, said.count("\n")) == (2, 1), said
+        assert said.startswith(f"rollmill: data set {file} line 2: ")
     file.write_text("{}\nnope\n")
     code, said = rollmill("submit", "one", str(file))
     assert code == 2

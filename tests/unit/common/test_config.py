@@ -78,12 +78,56 @@ def test_a_minimal_file_gets_the_defaults(tmp_path: Path):
             'correction = "none" with max_staleness = 1 trains episodes of older versions',
         ),
         (MINIMAL + "[train]\ndual_clip = inf", "train.dual_clip: .*finite number"),
-        ('name = "A b"\nmodel = "m"', "name: "),
+        ('name = "A b"\nmodel = "m"', r"name: .* \(got 'A b'\)$"),
+        (MINIMAL + "[rollout]\nepisode_timeout_s = inf", r"rollout.episode_timeout_s: .*finite number \(got inf\)"),
+        (MINIMAL + "[rollout]\ninit_timeout_s = nan", "rollout.init_timeout_s: "),
+        (MINIMAL + "[rollout]\neval_timeout_s = 1e300", "rollout.eval_timeout_s: it is more than 1e\\+09 seconds"),
+        (MINIMAL + "[rollout]\ntemperature = nan", "rollout.temperature: "),
+        (MINIMAL + "[rollout]\nmax_turns = 40000", "rollout.max_turns: .*less than or equal to 32767"),
+        (MINIMAL + "[train]\nlearning_rate = inf", "train.learning_rate: .*finite number"),
+        (MINIMAL + "[train]\ngrad_clip = inf", "train.grad_clip: .*finite number"),
+        (MINIMAL + "[train]\nbeta1 = nan", "train.beta1: "),
+        (MINIMAL + "[sharing]\nweight = 1e308", "sharing.weight: .*less than or equal to 1000000"),
+        (MINIMAL + "[sharing]\nmax_sandboxes = 99999999999", "sharing.max_sandboxes: .*or equal to 2147483647"),
+        (MINIMAL + "[render]\ntemplate_kwargs = { x = [inf] }", "render.template_kwargs.*should be a finite number"),
+        (MINIMAL + '[render]\ntemplate_kwargs = { x = "\\u0000" }', "render.template_kwargs.*Postgres cannot store"),
+        ('name = "a"\nmodel = "m\\u0000"', "model: .*Postgres cannot store"),
+        pytest.param(MINIMAL + "x = " + "[" * 100_000, "is nested too deeply", id="deep"),
+        pytest.param(MINIMAL + "x = " + "9" * 5000, "is not TOML: Exceeds the limit", id="long number"),
     ],
 )
 def test_a_wrong_file_names_the_field_and_the_value(tmp_path: Path, text: str, expected: str):
     with pytest.raises(SetupError, match=expected):
         load_run_config(write(tmp_path, text))
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("[sharing]\nmax_sandboxes = 7", "sharing.max_sandboxes = 7 is less than the 8 episodes of a group "),
+        ("[train]\npass_k = 2", 'train: pass_k = 2 has no effect without advantage = "pass_at_k"'),
+        ("[rollout]\nmax_turns = {}", "rollout.max_turns: Input should be a valid integer"),
+    ],
+)
+def test_what_does_not_fit_together_is_told_without_the_rest_of_the_file(tmp_path: Path, text: str, expected: str):
+    path = write(tmp_path, MINIMAL + text)
+    with pytest.raises(SetupError) as refused:
+        load_run_config(path)
+    assert str(refused.value).startswith(f"run configuration {path}: {expected}")
+    assert "got" not in str(refused.value)
+
+
+def test_a_missing_field_is_told_without_the_rest_of_the_file(tmp_path: Path):
+    path = write(tmp_path, 'name = "a"')
+    with pytest.raises(SetupError, match=r"run\.toml: model: Field required$"):
+        load_run_config(path)
+
+
+def test_a_file_that_is_no_text_is_named(tmp_path: Path):
+    path = tmp_path / "run.toml"
+    path.write_bytes(b'name = "\xff"')
+    with pytest.raises(SetupError, match=r"run\.toml is not UTF-8"):
+        load_run_config(path)
 
 
 def test_old_episodes_without_correction_need_a_yes_and_fresh_ones_do_not(tmp_path: Path):

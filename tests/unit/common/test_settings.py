@@ -24,6 +24,16 @@ def test_a_value_out_of_bounds_names_variable_and_value(monkeypatch: pytest.Monk
         load_settings()
 
 
+@pytest.mark.parametrize(
+    ("value", "why"), [("inf", "finite number"), ("nan", ""), ("1e300", r"it is more than 1e\+09 seconds")]
+)
+@pytest.mark.parametrize("name", ["LEASE_S", "ENGINE_WAIT_S", "RETRY_BACKOFF_S", "BROKER_CONSUMER_TIMEOUT_S"])
+def test_a_time_that_no_timer_takes_is_refused(monkeypatch: pytest.MonkeyPatch, name: str, value: str, why: str):
+    monkeypatch.setenv(f"ROLLMILL_{name}", value)
+    with pytest.raises(SetupError, match=f"ROLLMILL_{name}='{value}': .*{why}"):
+        load_settings()
+
+
 def test_a_missing_url_says_what_to_set():
     with pytest.raises(SetupError, match="ROLLMILL_BROKER_URL is not set"):
         load_settings().require_broker_url()

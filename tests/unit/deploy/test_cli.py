@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -10,12 +11,13 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from common.config import TINY_MODELS
+from common.config import TINY_MODELS, RunConfig
 from common.errors import SetupError
 from common.settings import masked
 from deploy.cli import app
 from deploy.demo import DemoHandler, demo_config
 from deploy.folder import DataFolder, write_private
+from deploy.handlers import check_handler
 from deploy.local import StackAddresses, addresses_file
 
 HEAVY = ("matplotlib", "pyarrow", "sqlalchemy", "alembic", "torch")
@@ -118,6 +120,62 @@ def test_unknown_handler_is_refused_with_those_there_are(tmp_path: Path) -> None
     assert refusal("up", "--config", config) == (
         "run mine: unknown handler 'chess': known are calculator, shell; an own one is given as package.module:Class"
     )
+
+
+@pytest.mark.parametrize(
+    ("handler", "why"),
+    [
+        ("nasty:Nasty", "handler 'nasty:Nasty': no module 'nasty'"),
+        ("own_tasks:Nasty", "handler 'own_tasks:Nasty': module 'own_tasks' has no class 'Nasty'"),
+        ("own_tasks:Empty", "handler 'own_tasks:Empty' lacks tasks, init, call_tool, eval"),
+        ("broken_tasks:Any", "RuntimeError: no such licence"),
+        (":Any", "Empty module name"),
+    ],
+)
+def test_a_handler_that_cannot_be_loaded_is_refused_before_anything_starts(
+    handler: str, why: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text("{}")
+    (tmp_path / "code").mkdir()
+    (tmp_path / "code" / "own_tasks.py").write_text("class Empty:\n    pass\n")
+    (tmp_path / "code" / "broken_tasks.py").write_text("raise RuntimeError('no such licence')\n")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path / "code"))
+    config = write_config(tmp_path / "run.toml", name="mine", model=tmp_path / "model", handler=handler)
+    assert refusal("up", "--config", config, "--data-dir", str(tmp_path / "data")) == (
+        f"run mine: the handler cannot be loaded: {why}. Its module must be installed, "
+        f"or lie in {Path.cwd()} or in a folder that you set PYTHONPATH to"
+    )
+    assert not (tmp_path / "data").exists()
+
+
+def test_an_own_handler_on_the_path_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    methods = "".join(f"    def {name}(self): ...\n" for name in ("tasks", "init", "call_tool", "eval"))
+    (tmp_path / "own_tasks.py").write_text(f"class Own:\n{methods}")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    check_handler(RunConfig(name="mine", model=tmp_path, handler="own_tasks:Own"))
+
+
+def test_ctrl_c_while_the_command_line_loads_ends_it_without_a_word() -> None:
+    command = [sys.executable, "-X", "importtime", "-m", "deploy", "--help"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        assert process.stderr is not None
+        # It tells of each module that it has loaded; typer is the first of the heavy ones.
+        while not process.stderr.readline().rstrip().endswith(" typer"):
+            assert process.poll() is None
+        process.send_signal(signal.SIGINT)
+        said, told = process.communicate(timeout=60)
+    assert (process.returncode, said) == (-signal.SIGINT, "")
+    assert [line for line in told.splitlines() if not line.startswith("import time:")] == []
+
+
+def test_an_argument_that_is_no_text_is_refused() -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "deploy", "sql", b"SELECT '\xff'"], capture_output=True, timeout=60, check=False
+    )
+    assert (done.returncode, done.stdout) == (2, b"")
+    assert done.stderr == b"rollmill: argument \"SELECT '\\udcff'\" is not UTF-8\n"
 
 
 def test_report_file_in_a_wrong_place_is_refused_before_anything_starts(tmp_path: Path) -> None:
