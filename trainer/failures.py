@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import textwrap
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -19,7 +20,8 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 AWAY_POLL_S = 1.0
-MAX_ERROR_CHARS = 2000
+MAX_ERROR_CHARS = 300
+"""An error of the driver names all its parameters; the whole of it is in the log."""
 
 
 def outlast_database(action: Callable[[], T], *, stop: threading.Event, limit_s: float) -> T | None:
@@ -76,4 +78,4 @@ def _note(database: Database, step: Step, error: str, *, counts: bool) -> step_t
 
 def _one_line(error: Exception) -> str:
     kind = "" if isinstance(error, SetupError) else f"{type(error).__name__}: "
-    return (kind + " ".join(str(error).replace("\0", "\ufffd").split()))[:MAX_ERROR_CHARS]
+    return textwrap.shorten(kind + str(error).replace("\0", "\ufffd"), MAX_ERROR_CHARS, placeholder=" …")

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 from sqlalchemy import Connection, text
+from sqlalchemy.exc import IntegrityError
 
 from common.db import report, run_control, runs, snapshot, step_troubles
 from common.db.session import Database
@@ -240,6 +241,23 @@ def test_trouble_that_a_person_can_mend_is_shown_but_not_counted(
     assert trouble is not None
     assert str(trouble).startswith("training step from version 0 failed: cannot write weights: ")
     assert trouble.failures == 0
+
+
+def test_long_error_is_shown_in_short(world: World, new_trainer: NewTrainer) -> None:
+    trainer = new_trainer()
+    trainer.resume()
+    play(world, wait_for_version(world, 0))
+    with world.database.begin() as conn:
+        conn.execute(text("ALTER TABLE trained_episode ADD CONSTRAINT nothing_is_good CHECK (num_tokens < 0)"))
+    with pytest.raises(IntegrityError):
+        trainer.train(threading.Event())
+    with world.database.begin() as conn:
+        trouble = step_troubles.find(conn, world.run.id)
+    assert trouble is not None
+    assert trouble.error.startswith("IntegrityError: ")
+    assert "nothing_is_good" in trouble.error
+    assert len(trouble.error) <= 300
+    assert "\n" not in trouble.error
 
 
 def test_stopped_run_still_tells_why_its_step_was_not_trained(world: World, new_trainer: NewTrainer) -> None:
