@@ -12,7 +12,7 @@ import tomli_w
 from rich.console import Console
 
 from common.config import RunConfig
-from common.db import engines, resume, runs, versions
+from common.db import engines, resume, runs, step_troubles, versions
 from common.db.session import Database, migrate
 from common.episode import RunState
 from common.errors import SetupError
@@ -78,6 +78,7 @@ class OpenRun:
             if self._order.numbered:
                 config = config.model_copy(update={"name": resume.name_to_go_on(conn, config)})
             self.run = runs.open_run(conn, config)
+            step_troubles.forget(conn, self.run.id)
             newest = versions.newest(conn, self.run.id)
             self.resumed_from_version = None if newest is None else newest.number
             if self.run.state is RunState.PAUSED:

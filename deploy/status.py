@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+from rich.console import Group, RenderableType
 from rich.table import Table
+from rich.text import Text
 
 from common.db.session import Database
-from common.db.snapshot import groups_dropped, newest_runs, take_snapshot
-from common.episode import EpisodeState
+from common.db.snapshot import Snapshot, groups_dropped, newest_runs, take_snapshot
+from common.episode import EpisodeState, RunState
 from deploy.progress import last_reward, num_final
 
 MAX_RUNS = 20
 LEFT = ("run", "state", "groups dropped")
 
 
-def status_table(database: Database) -> Table:
-    """The newest runs, newest first."""
+def status_table(database: Database) -> RenderableType:
+    """The newest runs, newest first; below them why those that go on do not come further."""
+    troubles = []
     table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, header_style="dim")
     for name in ("run", "state", "version", "reward", "episodes", "failed", "cancelled", "groups dropped"):
         table.add_column(name, justify="left" if name in LEFT else "right", no_wrap=name != "groups dropped")
@@ -33,4 +36,12 @@ def status_table(database: Database) -> Table:
                 f"{now.episodes[EpisodeState.CANCELLED]:,}",
                 "\n".join(f"{num:,} {reason}" for reason, num in groups_dropped(conn, run.id).items()) or "-",
             )
-    return table
+            troubles += [Text(f"{run.name}: {line}", style="red") for line in _troubles(now)]
+    return Group(table, *troubles)
+
+
+def _troubles(now: Snapshot) -> list[str]:
+    if now.state in (RunState.FINISHED, RunState.STOPPED):
+        return []
+    fed = [] if now.error is None else [f"cannot be fed: {now.error}"]
+    return fed if now.step_trouble is None else [*fed, str(now.step_trouble)]

@@ -18,7 +18,7 @@ from common.errors import DatabaseUnavailable, SetupError
 from common.settings import masked
 from deploy.broker import why_away
 from deploy.display import Display
-from deploy.progress import History, View, duration
+from deploy.progress import History, View, duration, short_failure
 from deploy.supervisor import ProcessStatus
 
 READ_EVERY_S = 0.5
@@ -152,12 +152,23 @@ def watch(watched: Watched, *, stack: Stack, latest: Callable[[], Reading], disp
         )
         if reading.snapshot is not None and reading.snapshot.state in (RunState.FINISHED, RunState.STOPPED):
             return reading.snapshot
+        _raise_if_given_up(watched, reading)
         if watched.stall_limit_s is not None and now_s - movement.moved_s > watched.stall_limit_s:
             raise SetupError(
                 f"run {watched.config.name}: no figure has changed for {duration(watched.stall_limit_s)} minutes; "
                 f"the logs in {watched.data_folder / 'logs'} say why; the same command goes on from here"
             )
         time.sleep(POLL_EVERY_S)
+
+
+def _raise_if_given_up(watched: Watched, reading: Reading) -> None:
+    trouble = None if reading.snapshot is None else reading.snapshot.step_trouble
+    if trouble is not None and trouble.is_final:
+        run, log_file = watched.config.name, watched.data_folder / "logs" / "trainer.log"
+        raise SetupError(
+            f"run {run}: {trouble}. The traceback is in {log_file}; "
+            f"the same command tries it again, `rollmill run stop {run}` ends the run"
+        )
 
 
 class Movement:
@@ -187,6 +198,8 @@ def problem_of(reading: Reading, *, now_s: float) -> str | None:
         problems.append(f"the database does not answer ({reading.error}): figures are {age_s:.0f} s old")
     elif age_s > SILENT_AFTER_S and reading.snapshot is not None:
         problems.append(f"the database takes its time: figures are {age_s:.0f} s old")
+    if reading.snapshot is not None and reading.snapshot.step_trouble is not None:
+        problems.append(short_failure(str(reading.snapshot.step_trouble)))
     if reading.broker_away is not None:
         problems.append(f"broker away: {reading.broker_away}")
     return "; ".join(problems) or None

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from common.config import RunConfig, load_run_config
-from common.errors import SetupError
+from common.errors import DatabaseUnavailable, SetupError
 from common.log import setup_logging
 from common.settings import settings
 
@@ -29,7 +29,7 @@ def main() -> int:
     try:
         setup_logging(settings().log_level)
         return 0 if run_trainer(load_run_config(arguments.config)) else STOPPED
-    except SetupError as error:
+    except (SetupError, DatabaseUnavailable) as error:
         sys.stderr.write(f"trainer: {error}\n")
         return 2
 

@@ -1,7 +1,8 @@
 """The trainer's loop: take groups, make samples, train a step, keep a checkpoint, publish the version, mark it done.
 
 Who waits for whom: the trainer waits for enough complete groups (source.py); the feeder waits for versions, because
-they make room; keepers wait for the announcement, or the next poll. A stop takes effect between two steps.
+they make room; keepers wait for the announcement, or the next poll. All wait for the database. A stop takes effect
+between two steps, or where the database is away.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import count
 from pathlib import Path
 
 import numpy as np
@@ -21,12 +23,13 @@ from common.config import TrainConfig
 from common.db import runs, steps, versions
 from common.db.runs import Run
 from common.db.session import Database
-from common.db.steps import ScoredGroup, TrainedEpisode
+from common.db.steps import ScoredGroup, Step, TrainedEpisode
 from common.errors import SetupError
 from common.outcomes import Outcome
 from common.weights import Published, WeightsDamaged, WeightStore, verify
 from trainer.advantages import Advantages, step_advantages
 from trainer.checkpoint import CheckpointStore
+from trainer.failures import noting_failures, outlast_database
 from trainer.policy import Policy
 from trainer.publish import announce, version_writer
 from trainer.rewards import group_rewards, is_trained
@@ -34,6 +37,8 @@ from trainer.samples import Sample, make_sample, sample_digest
 from trainer.source import Work, wait_for_work
 
 logger = logging.getLogger(__name__)
+
+DATABASE_WAIT_S = 600.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,21 +51,27 @@ class Trainer:
     weights: WeightStore
     checkpoints: CheckpointStore
     broker_url: str
+    database_wait_s: float = DATABASE_WAIT_S
+    """How long it waits for a database that is away when it has something to write; for groups it waits without end."""
 
     def train(self, stop: threading.Event) -> bool:
         """Train until the run is over or `stop` is set; True = it is over."""
-        version = self.resume()
+        version = outlast_database(self.resume, stop=stop, limit_s=self.database_wait_s)
+        if version is None:
+            return False
         while version < self.run.config.train.num_versions:
             work = wait_for_work(self.database, self.run, version=version, stop=stop, look_up=self.ensure_published)
             if work is None:
                 logger.info("stopped run=%d version=%d", self.run.id, version)
                 return not stop.is_set()
-            if not self.train_step(work):
+            with noting_failures(self.database, work.step):
+                trained = self.train_step(work, stop)
+            if not trained:
                 logger.info("stopped in a step run=%d version=%d", self.run.id, version)
-                return True
+                return not stop.is_set()
             version += 1
-        with self.database.begin() as conn:
-            runs.finish(conn, self.run.id)
+        if outlast_database(self._finish, stop=stop, limit_s=self.database_wait_s) is None:
+            return False
         logger.info("run finished run=%d version=%d", self.run.id, version)
         return True
 
@@ -91,10 +102,11 @@ class Trainer:
         with self.database.begin() as conn:
             versions.publish(conn, self.run.id, version, published)
 
-    def train_step(self, work: Work) -> bool:
+    def train_step(self, work: Work, stop: threading.Event) -> bool:
         """One step, from groups to a published version that is marked done with them.
 
-        False = the run was stopped meanwhile, and its weights are not published.
+        False = the run was stopped meanwhile, or `stop` was set while the database was away: its weights are not
+        published. Raises SetupError when the database stays away; then, too, the step is open and will be replayed.
         """
         version = work.step.version_in
         started = time.monotonic()
@@ -113,14 +125,35 @@ class Trainer:
             "train_s": trained - started,
             "publish_s": time.monotonic() - trained,
         }
-        with self.database.begin() as conn:
-            done = steps.finish_step(
-                conn, work.step, published=published, metrics=metrics, trained=account(samples, advantages)
-            )
+        trained_episodes, tries = account(samples, advantages), count(1)
+        done = outlast_database(
+            lambda: self._finish_step(work.step, published, metrics, trained_episodes, repeated=next(tries) > 1),
+            stop=stop,
+            limit_s=self.database_wait_s,
+        )
         if not done:
             return False
         announce(self.broker_url, run_id=self.run.id, version=version + 1)
         _log_step(self.run.id, version + 1, metrics)
+        return True
+
+    def _finish_step(
+        self,
+        step: Step,
+        published: Published,
+        metrics: dict[str, float],
+        trained: list[TrainedEpisode],
+        *,
+        repeated: bool,
+    ) -> bool:
+        with self.database.begin() as conn:
+            if repeated and steps.is_done(conn, step, published):
+                return True
+            return steps.finish_step(conn, step, published=published, metrics=metrics, trained=trained)
+
+    def _finish(self) -> bool:
+        with self.database.begin() as conn:
+            runs.finish(conn, self.run.id)
         return True
 
     def publish(self, version: int) -> Published:

@@ -14,12 +14,12 @@ from common.db.session import Database
 from common.db.steps import ScoredGroup, Step
 from common.episode import RunState
 from common.errors import DatabaseUnavailable
+from trainer.failures import AWAY_POLL_S, noting_failures
 
 logger = logging.getLogger(__name__)
 
 POLL_S = 0.1
 LOOK_UP_EVERY_S = 10.0
-AWAY_POLL_S = 1.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,7 +46,7 @@ def wait_for_work(
             step = _open_or_take(database, run, version=version)
             if step is not None:
                 wait_s = time.monotonic() - started
-                with database.begin() as conn:
+                with noting_failures(database, step), database.begin() as conn:
                     return Work(step=step, groups=tuple(steps.load_groups(conn, step.id)), wait_s=wait_s)
             if _is_over(database, run):
                 return None

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from common.db.episodes import Claim
 from common.episode import EpisodeState, Message
-from workers.handlers.base import Handler
+from workers.handlers.base import Handler, Score, returned
 from workers.init import PreparedEpisode
 from workers.stage import Done
 
@@ -20,7 +20,8 @@ class Eval:
     def __call__(self, claim: Claim) -> Done:
         first = PreparedEpisode.model_validate(claim.prepared).messages
         said = [Message.model_validate(message) for turn in claim.transcript for message in turn]
-        score = self._handler(claim.handler).eval(claim.payload, (*first, *said))
+        made = self._handler(claim.handler).eval(claim.payload, (*first, *said))
+        score = returned(made, Score, f"eval of handler {claim.handler}")
         return Done(
             to=EpisodeState.SCORED, why=f"reward={score.reward:g}", reward=score.reward, reward_parts=score.parts
         )

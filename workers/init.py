@@ -11,7 +11,7 @@ from common.db.session import Database
 from common.episode import EpisodeState, Frozen, Message, ToolSpec
 from common.errors import LeaseLost, boundary
 from common.outcomes import Outcome
-from workers.handlers.base import Handler
+from workers.handlers.base import Handler, Prepared, returned
 from workers.sandbox.protocol import Backend
 from workers.stage import Done
 
@@ -34,7 +34,8 @@ class Init:
         self._backend = backend
 
     def __call__(self, claim: Claim) -> Done:
-        prepared = self._handler(claim.handler).init(claim.payload)
+        made = self._handler(claim.handler).init(claim.payload)
+        prepared = returned(made, Prepared, f"init of handler {claim.handler}")
         sandbox = self._make_sandbox(claim, prepared.files) if prepared.needs_sandbox else None
         stored = PreparedEpisode(messages=prepared.messages, tools=prepared.tools, sandbox=sandbox)
         return Done(to=EpisodeState.READY, why="prepared", prepared=stored.model_dump(mode="json"))

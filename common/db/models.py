@@ -310,6 +310,10 @@ class TrainStep(Base):
     num_groups: Mapped[int] = mapped_column(server_default="0")
     """Groups that it trained; 0 until it is DONE. The sum over a run's steps is the number of its TRAINED groups."""
     metrics: Mapped[dict[str, Any] | None]
+    error: Mapped[str | None]
+    """Why it failed the last time, also once it is DONE; None = it never did."""
+    failures: Mapped[int] = mapped_column(server_default="0")
+    """Times that it failed since the run was last started by hand, for a reason that trying again need not mend."""
     started_at: Mapped[datetime] = mapped_column(server_default=text("clock_timestamp()"))
     finished_at: Mapped[datetime | None]
 

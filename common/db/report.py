@@ -8,7 +8,8 @@ from dataclasses import dataclass
 
 from sqlalchemy import Connection, text
 
-from common.db import snapshot, stragglers
+from common.db import snapshot, step_troubles, stragglers
+from common.db.step_troubles import StepTrouble
 from common.episode import DropReason, RunState
 from common.outcomes import AGENT_OUTCOMES, Outcome
 
@@ -18,6 +19,8 @@ class Summary:
     """How a run went. Every episode is counted in exactly one of the `episodes_*` fields up to `episodes_lost`."""
 
     state: RunState
+    step_trouble: StepTrouble | None
+    """How the step after the newest version failed; None = it did not."""
     versions: tuple[int, ...]
     """Numbers of the published policy versions, in order."""
     mean_reward_by_version: tuple[float | None, ...]
@@ -78,6 +81,7 @@ def summary(conn: Connection, run_id: int) -> Summary:
     failures, last_failure = _failures(conn, run_id)
     return Summary(
         state=state,
+        step_trouble=step_troubles.find(conn, run_id),
         versions=_versions(conn, run_id),
         mean_reward_by_version=_reward_by_version(conn, run_id, row.num_versions),
         episodes_total=fates.total(),
@@ -235,7 +239,7 @@ def _reward_by_version(conn: Connection, run_id: int, num_versions: int) -> tupl
     rows = conn.execute(
         text(
             """
-            SELECT version_min AS version, avg(reward) AS mean FROM episode
+            SELECT version_min AS version, avg(greatest(least(reward, 1e6), -1e6)) AS mean FROM episode
              WHERE run_id = :run_id AND state = 'SCORED' AND version_min IS NOT NULL GROUP BY version_min
             """
         ),

@@ -90,7 +90,11 @@ GRANTS: Mapping[Role, Grants] = MappingProxyType(
             "episode": ("SELECT",),
             "turn": ("SELECT",),
             "turn_tokens": ("SELECT",),
-            "train_step": ("SELECT", "INSERT (run_id, version_in)", "UPDATE (state, metrics, num_groups, finished_at)"),
+            "train_step": (
+                "SELECT",
+                "INSERT (run_id, version_in)",
+                "UPDATE (state, metrics, num_groups, error, failures, finished_at)",
+            ),
             "trained_episode": ("INSERT",),
             "policy_version": (
                 "SELECT",

@@ -8,8 +8,9 @@ from dataclasses import dataclass
 
 from sqlalchemy import Connection, text
 
-from common.db import engines, runs
+from common.db import engines, runs, step_troubles
 from common.db.runs import Run
+from common.db.step_troubles import StepTrouble
 from common.episode import DropReason, EpisodeState, GroupState, RunState, Stage
 from common.outcomes import AGENT_OUTCOMES, Outcome
 
@@ -44,6 +45,8 @@ class Snapshot:
     state: RunState
     error: str | None
     """Why the run cannot be fed; None = it can."""
+    step_trouble: StepTrouble | None
+    """How the open training step failed; None = it did not, or none is open."""
     stages: Mapping[Stage, StageCounts]
     episodes: Mapping[EpisodeState, int]
     """Every state has an entry."""
@@ -76,7 +79,7 @@ def take_snapshot(conn: Connection, run_id: int) -> Snapshot:
         text(
             """
             SELECT state, claim_token IS NOT NULL AS claimed, version_min, count(*) AS num, sum(num_sampled) AS tokens,
-                   sum(reward) AS rewards
+                   sum(greatest(least(reward, 1e6), -1e6)) AS rewards
               FROM episode WHERE run_id = :run_id GROUP BY 1, 2, 3 ORDER BY 3
             """
         ),
@@ -92,6 +95,7 @@ def take_snapshot(conn: Connection, run_id: int) -> Snapshot:
     return Snapshot(
         state=_state(conn, run_id),
         error=runs.error_of(conn, run_id),
+        step_trouble=step_troubles.find(conn, run_id),
         stages=_stages(episodes, working),
         episodes=episodes,
         groups=_groups(conn, run_id),

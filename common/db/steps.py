@@ -195,6 +195,21 @@ def load_groups(conn: Connection, step_id: int) -> list[ScoredGroup]:
     return [ScoredGroup(group_id=group_id, episodes=tuple(episodes)) for group_id, episodes in by_group.items()]
 
 
+def is_done(conn: Connection, step: Step, published: Published) -> bool:
+    """Whether the step is DONE with this very version: a commit whose answer was lost had arrived."""
+    row = conn.execute(
+        text(
+            """
+            SELECT v.manifest_sha256 FROM train_step s
+              JOIN policy_version v ON v.run_id = s.run_id AND v.number = s.version_in + 1
+             WHERE s.id = :id AND s.state = 'DONE' FOR SHARE OF s
+            """
+        ),
+        {"id": step.id},
+    ).first()
+    return row is not None and row.manifest_sha256 == published.manifest_sha256
+
+
 def finish_step(
     conn: Connection,
     step: Step,

@@ -178,7 +178,7 @@ def test_step_that_was_published_but_not_committed_is_replayed_alike(
             text("INSERT INTO trained_episode VALUES (:id, :step, '', 0, 0)"), {"id": in_the_way, "step": work.step.id}
         )
     with pytest.raises(IntegrityError):
-        first.train_step(work)
+        first.train_step(work, threading.Event())
     assert newest(world) == start
     left_behind = (first.weights.path(world.run.name, 1) / "model.safetensors").read_bytes()
     with world.database.begin() as conn:
@@ -189,7 +189,7 @@ def test_step_that_was_published_but_not_committed_is_replayed_alike(
     replay = wait_for_work(world.database, world.run, version=0, stop=threading.Event(), look_up=lambda: None)
     assert replay is not None
     assert replay.step == work.step
-    second.train_step(replay)
+    second.train_step(replay, threading.Event())
     published = wait_for_version(world, 1)
     verify(published.path, published.manifest_sha256)
     assert (published.path / "model.safetensors").read_bytes() == left_behind
@@ -203,7 +203,7 @@ def one_step(world: World, trainer: Trainer) -> PolicyVersion:
     play(world, wait_for_version(world, version))
     work = wait_for_work(world.database, world.run, version=version, stop=threading.Event(), look_up=lambda: None)
     assert work is not None
-    trainer.train_step(work)
+    trainer.train_step(work, threading.Event())
     return wait_for_version(world, version + 1)
 
 
@@ -258,7 +258,7 @@ def test_refused_write_is_one_line_and_leaves_the_step_to_be_replayed(
     shutil.rmtree(tmp_path / folder, ignore_errors=True)
     (tmp_path / folder).write_text("in the way")
     with pytest.raises(SetupError, match=rf"cannot write weights: .*{folder}.* the step is replayed"):
-        trainer.train_step(work)
+        trainer.train_step(work, threading.Event())
     with world.database.begin() as conn:
         assert steps.open_step(conn, world.run.id) == work.step
 
@@ -354,6 +354,6 @@ def test_a_run_that_is_stopped_within_a_step_ends_the_trainer_and_publishes_noth
     with world.database.begin() as conn:
         assert run_control.stop(conn, world.run.name, why="enough").num_groups_dropped == 2
 
-    assert trainer.train_step(work) is False
+    assert trainer.train_step(work, threading.Event()) is False
     assert newest(world) == start
     assert new_trainer().train(threading.Event()) is True

@@ -8,13 +8,22 @@ ROLLMILL_STAGE_GRACE_S and let it pass.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
-from typing import Protocol
+import reprlib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Protocol, SupportsFloat, TypeVar
 
-from pydantic import Field, JsonValue, field_validator
+from pydantic import Field, JsonValue
 
 from common.episode import Frozen, Message, ToolCall, ToolSpec
+from common.errors import EpisodeError
+from common.outcomes import Outcome
 from workers.sandbox.protocol import SandboxSession
+
+T = TypeVar("T")
+
+MAX_REWARD = 1e6
+"""Largest magnitude of a reward. The loss squares rewards: far larger ones overflow, and no step could train them."""
 
 
 class Prepared(Frozen):
@@ -29,20 +38,43 @@ class Prepared(Frozen):
     needs_sandbox: bool = False
 
 
-class Score(Frozen):
-    """What EVAL found."""
+@dataclass(frozen=True, kw_only=True)
+class Score:
+    """What EVAL found. Raises ValueError that names the field and the value if one is not a number as it must be.
+
+    Whatever can be a float is a number: bool, int, a numpy scalar.
+    """
 
     reward: float
-    """Finite; what the policy is trained on."""
-    parts: dict[str, float] = Field(default_factory=dict)
-    """Named components, for people."""
+    """What the policy is trained on: finite, of magnitude <= MAX_REWARD."""
+    parts: Mapping[str, float] = field(default_factory=dict)
+    """Named components, for people; each bounded like the reward."""
 
-    @field_validator("reward")
-    @classmethod
-    def _finite(cls, reward: float) -> float:
-        if not math.isfinite(reward):
-            raise ValueError(f"reward {reward} is not finite")
-        return reward
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "reward", _bounded(self.reward, "reward"))
+        if not isinstance(self.parts, Mapping):
+            raise ValueError(f"Score: parts must map names to numbers, got {reprlib.repr(self.parts)}")
+        for name in self.parts:
+            # Postgres stores neither zero bytes nor lone surrogates.
+            if not isinstance(name, str) or "\0" in name or _has_surrogate(name):
+                raise ValueError(f"Score: a name in parts must be plain text, got {reprlib.repr(name)}")
+        parts = {name: _bounded(value, f"parts[{name!r}]") for name, value in self.parts.items()}
+        object.__setattr__(self, "parts", parts)
+
+
+def _bounded(value: object, field_name: str) -> float:
+    try:
+        number = float(value) if isinstance(value, SupportsFloat) else math.nan
+    except (OverflowError, TypeError, ValueError):
+        number = math.nan
+    if not abs(number) <= MAX_REWARD:
+        limits = f"a finite number from {-MAX_REWARD:,.0f} to {MAX_REWARD:,.0f}"
+        raise ValueError(f"Score: {field_name} must be {limits}, got {reprlib.repr(value)}")
+    return number
+
+
+def _has_surrogate(name: str) -> bool:
+    return any("\ud800" <= character <= "\udfff" for character in name)
 
 
 class Handler(Protocol):
@@ -69,6 +101,14 @@ class Handler(Protocol):
     def eval(self, payload: dict[str, JsonValue], transcript: tuple[Message, ...]) -> Score:
         """Score the whole conversation, first messages included."""
         ...
+
+
+def returned(value: object, kind: type[T], what: str) -> T:
+    """The value, if a handler's call returned what it must. Raises EpisodeError that names the call and both types."""
+    if not isinstance(value, kind):
+        detail = f"{what} must return {kind.__name__}, got {type(value).__name__}"
+        raise EpisodeError(Outcome.HANDLER_FAILED, detail)
+    return value
 
 
 def unknown_tool(call: ToolCall) -> str:

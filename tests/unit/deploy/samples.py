@@ -24,6 +24,7 @@ def make_snapshot(**changes: Any) -> Snapshot:
     snapshot = Snapshot(
         state=RunState.ACTIVE,
         error=None,
+        step_trouble=None,
         stages={
             Stage.INIT: StageCounts(waiting=11, working=12, done=1300),
             Stage.RUN: StageCounts(waiting=21, working=22, done=1257),
@@ -63,6 +64,7 @@ def make_view(**changes: Any) -> View:
 def make_summary(**changes: Any) -> Summary:
     summary = Summary(
         state=RunState.FINISHED,
+        step_trouble=None,
         versions=tuple(range(41)),
         mean_reward_by_version=(0.1, 0.2, 0.3, *[0.5] * 32, 0.7, 0.8, 0.9, 1.0, 1.0),
         episodes_total=5140,

@@ -12,6 +12,7 @@ from matplotlib.image import imread
 from rich.console import Console
 
 from common.db.examples import EXAMPLES, Answer
+from common.db.step_troubles import StepTrouble
 from common.errors import SetupError
 from deploy.report import check_writable, to_json, write_json
 from deploy.summary import figures, own_command, present
@@ -107,6 +108,13 @@ def test_figures_that_must_be_zero_and_are_not_stand_out() -> None:
     )
     assert rows["trained unlike sampled"] == "[bold red]2 episodes[/]"
     assert rows["lost, trained twice"] == "[bold red]3 episodes[/]"
+
+
+def test_report_names_why_the_next_step_is_not_trained() -> None:
+    trouble = StepTrouble(version_in=4, error="ValueError: [no]", failures=3)
+    shown = dict(figures(make_report(summary=make_summary(step_trouble=trouble))))
+    assert shown["training"] == r"[bold red]training step from version 4 failed 3 times: ValueError: \[no][/]"
+    assert "training" not in dict(figures(make_report(summary=make_summary())))
 
 
 def test_figures_of_a_run_that_trained_nothing() -> None:

@@ -8,8 +8,10 @@ from signal import Signals
 import pytest
 
 from common.db.snapshot import Snapshot
+from common.db.step_troubles import MAX_FAILURES, StepTrouble
 from common.episode import RunState
 from common.errors import SetupError
+from deploy.display import plain_line
 from deploy.progress import View
 from deploy.supervisor import ProcessStatus, StopRequested
 from deploy.watch import Movement, Reading, Watched, problem_of, watch
@@ -85,6 +87,32 @@ def test_a_run_that_cannot_be_fed_ends_the_watching_with_the_reason() -> None:
     broken = make_snapshot(error="unknown handler 'nope'")
     with pytest.raises(SetupError, match="run demo-shell-seed7 cannot be fed: unknown handler 'nope'"):
         watch(watched(), stack=CountingStack(), latest=Readings(broken), display=Frames())
+
+
+def test_step_that_failed_too_often_ends_the_watching_with_the_error_and_ways_on() -> None:
+    failing = make_snapshot(step_trouble=trouble(MAX_FAILURES))
+    with pytest.raises(SetupError) as given_up:
+        watch(watched(), stack=CountingStack(), latest=Readings(failing), display=Frames())
+    assert str(given_up.value) == (
+        "run demo-shell-seed7: training step from version 4 failed 3 times: ValueError: no. The traceback is in "
+        "/data/logs/trainer.log; the same command tries it again, `rollmill run stop demo-shell-seed7` ends the run"
+    )
+    stopped = replace(failing, state=RunState.STOPPED)
+    assert watch(watched(), stack=CountingStack(), latest=Readings(stopped), display=Frames()) is stopped
+
+
+def test_step_that_failed_is_shown_while_it_is_tried_again() -> None:
+    frames = Frames()
+    finished = make_snapshot(state=RunState.FINISHED)
+    readings = Readings(make_snapshot(step_trouble=trouble(1)), finished)
+    watch(watched(), stack=CountingStack(), latest=readings, display=frames)
+    assert "training step from version 4 failed 1 time: ValueError: no" in (frames.views[0].problem or "")
+    assert "training step" not in (frames.views[-1].problem or "")
+    assert "! " in plain_line(frames.views[0])
+
+
+def trouble(failures: int) -> StepTrouble:
+    return StepTrouble(version_in=4, error="ValueError: no", failures=failures)
 
 
 def test_figures_that_stand_still_too_long_are_an_error_that_names_run_and_logs() -> None:

@@ -1,0 +1,73 @@
+from __future__ import annotations
+
+import math
+from decimal import Decimal
+from typing import Any
+
+import numpy as np
+import pytest
+
+from common.errors import EpisodeError
+from workers.handlers.base import MAX_REWARD, Prepared, Score, returned
+
+
+@pytest.mark.parametrize("number", [True, 1, 1.0, np.float32(1), np.int64(1), np.bool_(True), Decimal(1)])
+def test_whatever_can_be_a_float_is_a_reward(number: Any) -> None:
+    score = Score(reward=number, parts={"one": number})
+    assert (score.reward, score.parts) == (1.0, {"one": 1.0})
+    assert type(score.reward) is type(score.parts["one"]) is float
+
+
+@pytest.mark.parametrize("number", [MAX_REWARD, -MAX_REWARD])
+def test_largest_rewards_are_taken(number: float) -> None:
+    assert Score(reward=number).reward == number
+
+
+@pytest.mark.parametrize(
+    ("number", "shown"),
+    [
+        (1e300, "1e+300"),
+        (-1e300, "-1e+300"),
+        (1_000_000.1, "1000000.1"),
+        (math.nan, "nan"),
+        (math.inf, "inf"),
+        (None, "None"),
+        ("1", "'1'"),
+        (np.zeros(2), "array"),
+        (1j, "1j"),
+    ],
+)
+def test_what_is_no_bounded_number_is_refused_by_field_and_value(number: Any, shown: str) -> None:
+    for made, field in (({"reward": number}, "reward"), ({"reward": 0.0, "parts": {"a": number}}, "parts['a']")):
+        with pytest.raises(ValueError, match=r"^Score: ") as refused:
+            Score(**made)
+        words = f"Score: {field} must be a finite number from -1,000,000 to 1,000,000, got {shown}"
+        assert str(refused.value).startswith(words)
+
+
+def test_integer_too_large_for_a_float_is_refused_in_few_words() -> None:
+    with pytest.raises(ValueError, match="reward must be a finite number") as refused:
+        Score(reward=10**400)
+    assert len(str(refused.value)) < 200
+
+
+@pytest.mark.parametrize(
+    ("parts", "words"),
+    [
+        (None, "parts must map names to numbers, got None"),
+        ([1.0], r"parts must map names to numbers, got \[1.0\]"),
+        ({1: 1.0}, "a name in parts must be plain text, got 1"),
+        ({"a\0b": 1.0}, r"a name in parts must be plain text, got 'a\\x00b'"),
+        ({"\ud800": 1.0}, "a name in parts must be plain text, got"),
+    ],
+)
+def test_parts_that_cannot_be_stored_are_refused(parts: Any, words: str) -> None:
+    with pytest.raises(ValueError, match=f"^Score: {words}"):
+        Score(reward=1.0, parts=parts)
+
+
+def test_handlers_result_of_another_kind_is_the_handlers_error() -> None:
+    score = Score(reward=1.0)
+    assert returned(score, Score, "eval of handler x") is score
+    with pytest.raises(EpisodeError, match=r"^handler_failed: init of handler x must return Prepared, got NoneType$"):
+        returned(None, Prepared, "init of handler x")
