@@ -5,7 +5,7 @@ from __future__ import annotations
 import sqlalchemy as sa
 from alembic import op
 
-revision = "fixtrain"
+revision = "0009"
 down_revision = "0008"
 
 REWARD_BY_VERSION = """
