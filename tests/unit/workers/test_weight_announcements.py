@@ -8,7 +8,7 @@ from kombu.connection import Connection
 from kombu.entity import Exchange
 
 from common.queues import WEIGHTS_EXCHANGE
-from workers.weight_announcements import AnnouncementListener
+from workers.weight_announcements import CONNECT_TIMEOUT_S, AnnouncementListener
 
 
 def test_hears_the_fanout_exchange() -> None:
@@ -34,4 +34,5 @@ def test_a_broker_that_is_away_neither_ends_nor_holds_the_thread() -> None:
     started = time.monotonic()
     listener.stop()
     assert not listener.alive
-    assert time.monotonic() - started < 3
+    # Redis's client has tries of its own, with waits that chance makes longer or shorter.
+    assert time.monotonic() - started < CONNECT_TIMEOUT_S
