@@ -191,7 +191,8 @@ def test_a_process_in_which_half_the_work_hangs_hands_its_claims_back_and_ends(
         hanging = processes.start("eval", "workers.fleet", "eval", "--concurrency", "2")
         processes.until(lambda: hanging.poll() is not None, within_s=START_S, what="the end of the process")
         assert hanging.returncode == 1
-        assert "works hang in this process: it hands its claims back and ends" in processes.log("eval")
+        assert "this process hands its claims back and ends, so that it is started anew" in processes.log("eval")
+        assert "1 works hang in it" in processes.log("eval")
     why = "stage_timeout: eval of stuck_handler:Stuck did not end within 1 s"
     assert ask(world, "SELECT count(*) FROM episode_event WHERE why = :why", why=why) >= 1
     standing = "SELECT count(*) FROM episode WHERE state = 'SAMPLED' AND claim_token IS NULL AND reward IS NULL"

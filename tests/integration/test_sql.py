@@ -111,8 +111,9 @@ def test_who_may_only_read_is_answered_too(stored: Database, database_url: str):
     name = stored.engine.url.database
     role = f"reader_of_{name}"
     with connection.cursor() as cursor:
-        cursor.execute(f"CREATE ROLE {role} LOGIN; GRANT SELECT ON run TO {role}")
-    reader = Database.connect(stored.engine.url.set(username=role, drivername="postgresql").render_as_string(False))
+        cursor.execute(f"CREATE ROLE {role} LOGIN PASSWORD 'let me in'; GRANT SELECT ON run TO {role}")
+    url = stored.engine.url.set(username=role, password="let me in", drivername="postgresql")
+    reader = Database.connect(url.render_as_string(False))
     try:
         assert asked(reader, "SELECT name FROM run").rows == (("kept",),)
         with pytest.raises(SetupError, match="permission denied for table episode"):
