@@ -5,13 +5,13 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 
-from celery import Celery
+from celery import Celery, uuid
+from kombu import Producer
 from kombu.exceptions import OperationalError
 
 from common.broker import is_rabbitmq
 from common.db.episodes import Wakeup
-from common.episode import Stage
-from common.queues import EXCHANGE_OF, TASK_OF
+from common.queues import TASK_OF
 
 logger = logging.getLogger(__name__)
 
@@ -22,22 +22,37 @@ def publisher(app: Celery) -> Callable[[Sequence[Wakeup]], None]:
     """A function that sends wake-ups, and only warns when the broker is away."""
 
     def publish(wakeups: Sequence[Wakeup]) -> None:
-        rabbitmq = is_rabbitmq(app.conf.broker_url)
+        if not wakeups:
+            return
         try:
-            for wakeup in wakeups:
-                app.send_task(
-                    TASK_OF[wakeup.stage],
-                    args=[wakeup.episode_id, wakeup.attempt],
-                    queue=wakeup.stage.value,
-                    **_by_exchange(wakeup.stage, rabbitmq=rabbitmq),
-                    retry_policy=RETRY_POLICY,
-                )
+            with app.producer_pool.acquire(block=True) as producer:
+                for wakeup in wakeups:
+                    _send(app, producer, wakeup)
         except (OperationalError, OSError) as error:
             logger.warning("broker away, %d messages left to the reaper: %s", len(wakeups), error)
 
     return publish
 
 
-def _by_exchange(stage: Stage, *, rabbitmq: bool) -> dict[str, str]:
-    """Celery would send past the stage's exchange, by the default one: a user that may do that may send anywhere."""
-    return {"exchange": EXCHANGE_OF[stage], "routing_key": stage.value} if rabbitmq else {}
+def _send(app: Celery, producer: Producer, wakeup: Wakeup) -> None:
+    """What `Celery.send_task` sends, at half its cost, and to the stage's exchange.
+
+    Celery would send past that, by the default exchange: a user that may do so may send anywhere.
+    """
+    message = app.amqp.create_task_message(
+        uuid(), TASK_OF[wakeup.stage], (wakeup.episode_id, wakeup.attempt), {}, create_sent_event=False
+    )
+    queue = app.amqp.queues[wakeup.stage.value]
+    producer.publish(
+        message.body,
+        exchange=queue.exchange,
+        routing_key=queue.routing_key,
+        # Redis has no exchanges of its own, so there the binding must be told; on RabbitMQ it was at the start.
+        declare=[] if is_rabbitmq(app.conf.broker_url) else [queue],
+        headers=message.headers,
+        serializer="json",
+        delivery_mode="persistent",
+        retry=True,
+        retry_policy=RETRY_POLICY,
+        **message.properties,
+    )
