@@ -205,8 +205,11 @@ def _sandbox_processes() -> int:
 
 
 def _is_sandbox(pid: int) -> bool:
+    """The walls themselves, and whatever runs inside them: nothing else here has a process namespace of its own."""
+    process = PROC / str(pid)
     try:
-        return (PROC / str(pid) / "comm").read_text().strip() in ("bwrap", "unshare", "setpriv")
+        is_inside = (process / "ns" / "pid").readlink() != (PROC / "self" / "ns" / "pid").readlink()
+        return is_inside or (process / "comm").read_text().strip() in ("bwrap", "unshare", "setpriv")
     except OSError:
         return False
 

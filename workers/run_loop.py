@@ -118,7 +118,10 @@ class RunLoop:
     def answers(self, *, within_s: float) -> bool:
         """Whether the loop still turns: a handler that blocks holds up all episodes of the process."""
         answered = threading.Event()
-        self.loop.call_soon_threadsafe(answered.set)
+        try:
+            self.loop.call_soon_threadsafe(answered.set)
+        except RuntimeError:
+            return False  # it is closed
         return answered.wait(within_s)
 
     def _watch(self) -> None:
@@ -127,6 +130,8 @@ class RunLoop:
             if self.answers(within_s=self._late_s):
                 self.is_blocked = False
                 continue
+            if self._closed.is_set():
+                return
             self.is_blocked = True
             logger.error("the event loop does not answer for %g s: it is in %s", self._late_s, self._where())
             if self.answers(within_s=self._lost_s) or self._closed.is_set():

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import signal
 import time
 from pathlib import Path
@@ -13,20 +12,9 @@ import pytest
 
 from benchmarks.demo_kills import run_with_kills
 from benchmarks.demo_process import DemoProcess, shortfalls
+from tests.demo_processes import processes_of
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
-
-
-def processes_of(data_dir: Path) -> list[int]:
-    """Pids of the processes that were started for this data folder and still run."""
-    found = []
-    for entry in Path("/proc").iterdir():
-        try:
-            if entry.name.isdigit() and str(data_dir).encode() in (entry / "environ").read_bytes():
-                found.append(int(entry.name))
-        except OSError:
-            continue
-    return [pid for pid in found if pid != os.getpid()]
 
 
 def wait_until_gone(data_dir: Path, timeout_s: float = 10.0) -> list[int]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import signal
 import time
 from pathlib import Path
@@ -10,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.demo_process import DemoProcess, shortfalls
+from tests.demo_processes import processes_of
 
 NUM_VERSIONS = 6
 START_TIMEOUT_S = 240
@@ -34,16 +34,4 @@ def test_ctrl_c_while_vllm_starts_leaves_nothing_behind(tmp_path: Path) -> None:
             assert time.monotonic() < deadline, demo.tail()
             time.sleep(0.1)
         assert demo.interrupt(signal.SIGINT) == 130
-    assert not list_processes(tmp_path / "demo")
-
-
-def list_processes(data_dir: Path) -> list[int]:
-    """Pids of processes that were started for this data folder."""
-    found = []
-    for entry in Path("/proc").iterdir():
-        try:
-            if entry.name.isdigit() and str(data_dir).encode() in (entry / "environ").read_bytes():
-                found.append(int(entry.name))
-        except OSError:
-            continue
-    return [pid for pid in found if pid != os.getpid()]
+    assert not processes_of(tmp_path / "demo")
