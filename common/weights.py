@@ -20,6 +20,9 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from common.errors import RollmillError
 
 MANIFEST = "manifest.json"
+ADAPTER_CONFIG = "adapter_config.json"
+"""In the folder of a version that is a LoRA adapter, beside its weights: the names that PEFT and vLLM know."""
+ADAPTER_WEIGHTS = "adapter_model.safetensors"
 
 
 class WeightsDamaged(RollmillError):

@@ -17,8 +17,9 @@ import aiohttp
 from common.episode import Sampled
 from common.errors import EpisodeError
 from common.outcomes import Outcome
+from common.weights import version_name
 from workers.engine_errors import ContextOverflow, EngineUnavailable, LoadRefused
-from workers.engine_reply import parse_sampled
+from workers.engine_reply import parse_adapters_in_use, parse_sampled
 
 PROBE_TIMEOUT_S = 5.0
 """Of questions, which a healthy engine answers in milliseconds."""
@@ -69,10 +70,12 @@ class EngineClient:
         stop_ids: Sequence[int],
         model: str | None,
         run: str,
+        adapter: int | None = None,
     ) -> Sampled:
         """Sample up to `max_tokens` ids after `prompt_ids`, ending early at one of `stop_ids`.
 
-        `model` is the name that the engine serves, None = whichever. `request_id` must be unique on the engine.
+        `model` is the name that the engine serves, None = whichever. `adapter` is the version of the run whose adapter
+        to sample with; None = the engine's own weights. `request_id` must be unique on the engine.
         Raises EngineUnavailable, ContextOverflow, or EpisodeError: what the engine sampled can't be trained on, or
         the request itself is wrong. Cancelling closes the connection, which makes the engine stop.
         """
@@ -87,6 +90,8 @@ class EngineClient:
                 "stop_token_ids": list(stop_ids),
             },
         }
+        if adapter is not None:
+            model = version_name(run, adapter)
         if model is not None:
             request["model"] = model
         path = "/inference/v1/generate"
@@ -98,7 +103,7 @@ class EngineClient:
             raise EpisodeError(Outcome.HANDLER_FAILED, f"engine {url} refuses the request ({status}): {detail}")
         if status != 200:
             raise EngineUnavailable(f"engine {url} {path} answers {status}: {_detail(body)}")
-        return parse_sampled(body, run=run, max_tokens=max_tokens, engine=url)
+        return parse_sampled(body, run=run, max_tokens=max_tokens, engine=url, adapter=adapter)
 
     async def check_health(self, url: str) -> None:
         """Return if the engine says that it can decode."""
@@ -148,6 +153,42 @@ class EngineClient:
         path = "/update_weight_version"
         reply = await self._ask("POST", url, path, timeout_s=ADMIN_TIMEOUT_S, body={"new_version": name})
         _expect(reply, "success", True, url, path)
+
+    async def load_adapter(self, url: str, path: Path, name: str) -> None:
+        """Read an adapter's folder beside what runs, so that requests can name it. Raises LoadRefused.
+
+        After EngineUnavailable, nobody knows whether it is there; `adapters` tells.
+        """
+        route = "/v1/load_lora_adapter"
+        body = {"lora_name": name, "lora_path": str(path)}
+        status, raw = await self._send("POST", url, route, timeout_s=LOAD_TIMEOUT_S, body=body)
+        if status != 200:
+            raise LoadRefused(f"engine {url} refuses adapter {name} ({status}): {_detail(raw)}")
+
+    async def unload_adapter(self, url: str, name: str) -> None:
+        """Forget an adapter: a request that names it from now on is refused, those under way go on."""
+        status, raw = await self._send(
+            "POST", url, "/v1/unload_lora_adapter", timeout_s=ADMIN_TIMEOUT_S, body={"lora_name": name}
+        )
+        if status not in (200, 404):
+            raise EngineUnavailable(f"engine {url} does not unload adapter {name} ({status}): {_detail(raw)}")
+
+    async def adapters(self, url: str) -> dict[str, str]:
+        """Name -> folder of the adapters that requests can name."""
+        route = "/v1/models"
+        reply = await self._ask("GET", url, route, timeout_s=PROBE_TIMEOUT_S)
+        cards = _field(reply, "data", list, url, route)
+        try:
+            return {str(card["id"]): str(card["root"]) for card in cards if card["parent"] is not None}
+        except (KeyError, TypeError):
+            raise EngineUnavailable(f"engine {url} {route} answers {cards!r:.{_DETAIL_CHARS}}") from None
+
+    async def adapters_in_use(self, url: str) -> set[str]:
+        """Names of the adapters that some request runs or waits with."""
+        status, raw = await self._send("GET", url, "/metrics", timeout_s=PROBE_TIMEOUT_S)
+        if status != 200:
+            raise EngineUnavailable(f"engine {url} /metrics answers {status}: {_detail(raw)}")
+        return parse_adapters_in_use(raw.decode(errors="replace"))
 
     async def abort(self, url: str, request_ids: Sequence[str]) -> int:
         """End these requests, with what they have sampled; returns how many the engine says it ended."""

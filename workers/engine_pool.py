@@ -46,6 +46,8 @@ class EngineUse:
     """In a row."""
     avoid_until: float = 0.0
     """Of the pool's clock."""
+    version: int | None = None
+    """What it served when its row was last read."""
 
 
 @dataclass(kw_only=True)
@@ -176,6 +178,7 @@ class EnginePool:
                 stop_ids=turn.stop_ids,
                 model=None,
                 run=turn.claim.config.name,
+                adapter=None if turn.claim.config.train.lora_rank is None else engine.version,
             )
         finally:
             engine.outstanding -= turn.size
@@ -183,6 +186,8 @@ class EnginePool:
     async def _wait_for_engine(self, turn: _Turn, deadline: float, why: str) -> str:
         while True:
             rows = await self._read_engines(turn.claim.run_id, deadline)
+            for row in rows:
+                self.uses.setdefault(row.url, EngineUse()).version = row.version
             if url := self._choose(turn, fresh_enough(rows, turn.claim.config.train.max_staleness)):
                 return url
             left = deadline - self._clock()

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import math
+import re
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from common.episode import FinishReason, Sampled, VersionSpan
 from common.errors import EpisodeError
 from common.outcomes import Outcome
-from common.weights import parse_version_name
+from common.weights import parse_version_name, version_name
 from workers.engine_errors import EngineUnavailable, Unversioned
+
+_IN_USE = "vllm:lora_requests_info{"
+_NAMES = re.compile(r'(?:running|waiting)_lora_adapters="([^"]*)"')
 
 
 class Reply(BaseModel):
@@ -19,6 +23,8 @@ class Reply(BaseModel):
     model_config = ConfigDict(frozen=True)
 
     choices: list[Choice]
+    model: str | None = None
+    """What the request was served with: the engine's name for its own weights, or an adapter's."""
 
 
 class Choice(BaseModel):
@@ -51,30 +57,34 @@ class Span(BaseModel):
     end: int
 
 
-def parse_sampled(body: bytes, *, run: str, max_tokens: int, engine: str) -> Sampled:
-    """What was sampled, checked whole.
+def parse_sampled(body: bytes, *, run: str, max_tokens: int, engine: str, adapter: int | None = None) -> Sampled:
+    """What was sampled, checked whole. `adapter` is the version whose adapter was asked for; None = none.
 
     Raises EpisodeError(CAPTURE_INCOMPLETE) for ids without their log-probs or versions, Unversioned for tokens of
     other weights than `run`'s, EngineUnavailable for a request that the engine itself gave up.
     """
     try:
-        choices = Reply.model_validate_json(body).choices
+        reply = Reply.model_validate_json(body)
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
         raise _incomplete(engine, f"{'.'.join(map(str, first['loc']))}: {first['msg']}") from None
-    if len(choices) != 1:
-        raise _incomplete(engine, f"{len(choices)} choices for one prompt")
-    choice = choices[0]
+    if len(reply.choices) != 1:
+        raise _incomplete(engine, f"{len(reply.choices)} choices for one prompt")
+    choice = reply.choices[0]
     reason = _finish_reason(choice, engine)
     if len(choice.token_ids) > max_tokens:
         raise _incomplete(engine, f"{len(choice.token_ids)} ids, {max_tokens} were asked for")
     if not choice.token_ids and reason is not FinishReason.ABORT:
         raise _incomplete(engine, f"no ids, though it finished by {reason}")
+    if adapter is None:
+        spans = _spans(choice, run, engine) if choice.token_ids else ()
+    else:
+        spans = _span_of_adapter(reply, choice, adapter=adapter, run=run, engine=engine)
     try:
         return Sampled(
             ids=tuple(choice.token_ids),
             logprobs=_logprobs(choice, engine),
-            spans=_spans(choice, run, engine) if choice.token_ids else (),
+            spans=spans,
             finish_reason=reason,
         )
     except ValueError as error:
@@ -108,6 +118,30 @@ def _spans(choice: Choice, run: str, engine: str) -> tuple[VersionSpan, ...]:
             raise Unversioned(f"engine {engine} sampled with weights {span.version!r}, not with a version of {run}")
         spans.append(VersionSpan(version=served[1], start=span.start, end=span.end))
     return tuple(spans)
+
+
+def _span_of_adapter(reply: Reply, choice: Choice, *, adapter: int, run: str, engine: str) -> tuple[VersionSpan, ...]:
+    """One span: a request keeps its adapter to its end. The engine's own spans are of the weights under it."""
+    wanted = version_name(run, adapter)
+    if reply.model != wanted:
+        raise Unversioned(f"engine {engine} sampled with {reply.model!r}, adapter {wanted} was asked for")
+    for span in choice.weight_versions or []:
+        if parse_version_name(span.version) is not None:
+            raise Unversioned(f"engine {engine} has weights {span.version} under adapter {wanted}, not the run's start")
+    num_ids = len(choice.token_ids)
+    return (VersionSpan(version=adapter, start=0, end=num_ids),) if num_ids else ()
+
+
+def parse_adapters_in_use(metrics: str) -> set[str]:
+    """Names in the newest `vllm:lora_requests_info`, which is one line a combination with the time that it was seen."""
+    newest, names = 0.0, set[str]()
+    for line in metrics.splitlines():
+        if line.startswith(_IN_USE):
+            labels, _, seen_at = line.rpartition(" ")
+            if float(seen_at) >= newest:
+                newest = float(seen_at)
+                names = {name for listed in _NAMES.findall(labels) for name in listed.split(",") if name}
+    return names
 
 
 def _incomplete(engine: str, what: str) -> EpisodeError:

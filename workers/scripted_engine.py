@@ -59,12 +59,14 @@ class ScriptedEngine:
         self.version = "default"
         self.weights: Path | None = None
         """The folder that was loaded last; None = the start weights."""
+        self.adapters: dict[str, str] = {}
+        """Name -> folder of the LoRA adapters."""
         self.calls: list[str] = []
         """Paths of all requests, in order of arrival."""
         self.faults: dict[str, deque[Fault]] = {}
         """Path -> what goes wrong with the next requests to it, one each."""
-        self.open: set[str] = set()
-        """Ids of the generate requests that have no answer yet."""
+        self.open: dict[str, str | None] = {}
+        """Ids of the generate requests that have no answer yet, with the model that each names."""
         self.num_tokens = 0
         """Sampled since the start."""
         self.peers: set[tuple[str, int]] = set()
@@ -119,6 +121,7 @@ class ScriptedEngine:
         await self.stop()
         self.version = "default"
         self.weights = None
+        self.adapters.clear()
         self.faults.clear()
         self.resume()
         await self.start()
@@ -134,6 +137,10 @@ class ScriptedEngine:
             "/collective_rpc": self._collective_rpc,
             "/update_weight_version": self._update_weight_version,
             "/weight_info": self._weight_info,
+            "/v1/models": self._models,
+            "/v1/load_lora_adapter": self._load_adapter,
+            "/v1/unload_lora_adapter": self._unload_adapter,
+            "/metrics": self._metrics,
         }
 
     @web.middleware
@@ -162,14 +169,17 @@ class ScriptedEngine:
         if len(prompt) >= self.max_model_len:
             text = f"This model's maximum context length is {self.max_model_len} tokens, the prompt has {len(prompt)}"
             return _error(400, text)
+        model = body.get("model")
+        if model not in (None, "policy", *self.adapters):
+            return _error(404, f"The model `{model}` does not exist.")
         request_id = _PREFIX + str(body.get("request_id") or next(self._ids))
-        self.open.add(request_id)
+        self.open[request_id] = model
         try:
             choice = await self._sample(request_id, prompt, body["sampling_params"])
         finally:
-            self.open.discard(request_id)
+            del self.open[request_id]
             self._aborted.discard(request_id)
-        return web.json_response({"request_id": request_id, "model": body.get("model"), "choices": [choice]})
+        return web.json_response({"request_id": request_id, "model": model or "policy", "choices": [choice]})
 
     async def _sample(self, request_id: str, prompt: list[int], params: dict[str, Any]) -> dict[str, Any]:
         limit = min(params["max_tokens"], self.max_model_len - len(prompt))
@@ -211,8 +221,8 @@ class ScriptedEngine:
         return {"token_id": token_id, "logprob": self.logprob, "rank": 1}
 
     async def _abort_requests(self, request: web.Request) -> web.Response:
-        ids = set((await request.json())["request_ids"]) or self.open
-        ended = ids & self.open
+        ids = set((await request.json())["request_ids"]) or set(self.open)
+        ended = ids & self.open.keys()
         self._aborted |= ended
         return web.json_response({"status": "aborted", "aborted": len(ended)})
 
@@ -242,6 +252,36 @@ class ScriptedEngine:
 
     async def _weight_info(self, _: web.Request) -> web.Response:
         return web.json_response({"weight_version": self.version})
+
+    async def _models(self, _: web.Request) -> web.Response:
+        cards = [{"id": "policy", "root": "start", "parent": None}]
+        cards += [{"id": name, "root": root, "parent": "policy"} for name, root in self.adapters.items()]
+        return web.json_response({"object": "list", "data": cards})
+
+    async def _load_adapter(self, request: web.Request) -> web.Response:
+        body = await request.json()
+        await asyncio.sleep(self.load_s)
+        if refusal := self.accept(Path(body["lora_path"])):
+            return _error(500, refusal)
+        if body["lora_name"] in self.adapters:
+            return _error(400, f"The lora adapter '{body['lora_name']}' has already been loaded.")
+        self.adapters[body["lora_name"]] = body["lora_path"]
+        return web.Response(text="Success")
+
+    async def _unload_adapter(self, request: web.Request) -> web.Response:
+        name = (await request.json())["lora_name"]
+        if self.adapters.pop(name, None) is None:
+            return _error(404, f"The lora adapter '{name}' cannot be found.")
+        return web.Response(text="Success")
+
+    async def _metrics(self, _: web.Request) -> web.Response:
+        """As vLLM does: a line a combination of names, the older ones too, each with the time that it was seen."""
+        running = ",".join(sorted({model for model in self.open.values() if model not in (None, "policy")}))
+        labels = 'max_lora="4",running_lora_adapters="{}",waiting_lora_adapters=""'
+        lines = [
+            f"vllm:lora_requests_info{{{labels.format(names)}}} {at}" for names, at in ((running, 2e9), ("x", 1e9))
+        ]
+        return web.Response(text="\n".join(lines))
 
 
 def _error(status: int, message: str) -> web.Response:

@@ -16,6 +16,7 @@ from common.db.session import Database
 from common.db.versions import PolicyVersion
 from common.errors import DatabaseUnavailable
 from common.weights import WeightsDamaged, parse_version_name, verify, version_name
+from workers import adapters
 from workers.engine_client import EngineClient
 from workers.engine_errors import EngineError, LoadRefused
 
@@ -129,6 +130,10 @@ class WeightKeeper:
         name = await self._client.weight_version(engine.url)
         paused = await self._client.is_paused(engine.url)
         target = await asyncio.to_thread(self._newest, engine.run_id)
+        if target is not None and target.adapters_kept is not None:
+            if paused:
+                await self._resume_forgotten(engine)
+            return await self._bring_adapter(engine, target, base=name)
         served = _served(name, target)
         if target is None or served == target.number:
             if paused:
@@ -146,6 +151,19 @@ class WeightKeeper:
         await self._load(engine, target, name)
         await asyncio.to_thread(self._loaded, engine, target.number)
         return True
+
+    async def _bring_adapter(self, engine: EngineRow, target: PolicyVersion, *, base: str) -> bool:
+        """The same for a run that trains an adapter."""
+        held = await adapters.held(self._client, engine.url, target, base=base)
+        is_new = target.number not in held.numbers
+        if is_new:
+            if held.newest != engine.version:
+                await asyncio.to_thread(self._serves, engine, held.newest)
+            await self._verify(target)
+            await adapters.load(self._client, engine.url, target, foreign=held.foreign)
+        await asyncio.to_thread(self._loaded, engine, target.number)
+        await adapters.unload_old(self._client, engine.url, target, numbers=held.numbers)
+        return is_new
 
     async def _load(self, engine: EngineRow, target: PolicyVersion, old_name: str) -> None:
         """Pause, exchange, name, resume. Resumes whatever happens, unless the engine is out of reach."""

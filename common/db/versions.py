@@ -7,6 +7,7 @@ from pathlib import Path
 
 from sqlalchemy import Connection, text
 
+from common.config import RunConfig
 from common.weights import Published
 
 
@@ -20,10 +21,12 @@ class PolicyVersion:
     number: int
     path: Path
     manifest_sha256: str
+    adapters_kept: int | None
+    """How many adapters an engine of the run keeps; None = the version is a whole model, not an adapter."""
 
 
 _SELECT = """
-    SELECT v.run_id, r.name AS run, v.number, v.path, v.manifest_sha256
+    SELECT v.run_id, r.name AS run, v.number, v.path, v.manifest_sha256, r.config
       FROM policy_version v JOIN run r ON r.id = v.run_id
 """
 
@@ -40,6 +43,7 @@ def newest(conn: Connection, run_id: int) -> PolicyVersion | None:
             number=row.number,
             path=Path(row.path),
             manifest_sha256=row.manifest_sha256,
+            adapters_kept=RunConfig.model_validate(row.config).train.adapters_kept,
         )
         if row
         else None
