@@ -35,8 +35,11 @@ def normal_url(url: str) -> str:
     return f"{parts.scheme}://{parts.netloc}"
 
 
-def check_engine(url: str, *, model: Path, served_name: str) -> None:
+def check_engine(url: str, *, model: Path, served_name: str, lora: bool = False) -> None:
     """Return if the engine is up, serves `served_name`, and fits the model folder and what the keeper will ask of it.
+
+    That is to load adapters with `lora`, else whole models. That the weights under the adapters are the run's start
+    weights is nothing that a server tells.
 
     Raises SetupError that names the first thing that is missing, and what to do.
     """
@@ -46,7 +49,10 @@ def check_engine(url: str, *, model: Path, served_name: str) -> None:
     _check_generate(url, token_id=vocab_size - 1)
     _check_vocabulary(url, vocab_size=vocab_size, model=model)
     _check_tokenizer(url, model=model, served_name=served_name)
-    _check_hot_load(url)
+    if lora:
+        _check_lora(url)
+    else:
+        _check_hot_load(url)
 
 
 def num_requests(url: str) -> int | None:
@@ -147,6 +153,16 @@ def _check_hot_load(url: str) -> None:
         raise SetupError(
             f"engine {url} cannot load versions (status {status}): start vLLM with VLLM_SERVER_DEV_MODE=1, "
             "--worker-extension-cls rollmill_vllm.WorkerExtension, and workers/engine/vllm_plugin on PYTHONPATH"
+        )
+
+
+def _check_lora(url: str) -> None:
+    """A folder that does not exist: whoever can load adapters says that there is none in it."""
+    status, reply = _ask(url, "/v1/load_lora_adapter", {"lora_name": "rollmill-probe", "lora_path": NO_FOLDER})
+    if status == 200 or NO_FOLDER not in str(reply):
+        raise SetupError(
+            f"engine {url} cannot load LoRA adapters (status {status}: {reply!r:.200}), and the run trains one: start "
+            "vLLM with --enable-lora, --max-loras, --max-lora-rank and VLLM_ALLOW_RUNTIME_LORA_UPDATING=True"
         )
 
 
