@@ -13,7 +13,7 @@ from aiohttp import web
 
 from common.config import TINY_MODELS
 from common.errors import SetupError
-from deploy.engine_probe import check_engine, normal_url, num_requests
+from deploy.engine_probe import NO_FOLDER, check_engine, normal_url, num_requests
 from deploy.engine_serve import wait_until_idle
 from deploy.ports import free_port
 
@@ -73,8 +73,8 @@ async def stub() -> AsyncIterator[Stub]:
     await runner.cleanup()
 
 
-async def check(stub: Stub) -> None:
-    await asyncio.to_thread(check_engine, stub.url, model=MODEL, served_name="policy")
+async def check(stub: Stub, *, lora: bool = False) -> None:
+    await asyncio.to_thread(check_engine, stub.url, model=MODEL, served_name="policy", lora=lora)
 
 
 async def test_an_engine_that_can_do_all_passes(stub: Stub) -> None:
@@ -100,6 +100,26 @@ async def test_what_is_missing_is_named(stub: Stub, path: str, answer: tuple[int
     with pytest.raises(SetupError, match=message) as caught:
         await check(stub)
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        (404, {"detail": "Not Found"}),
+        (500, {"error": {"message": "LoRA is not enabled.", "code": 500}}),
+        (200, "Success: LoRA adapter 'rollmill-probe' added successfully."),
+    ],
+)
+async def test_a_server_without_adapters_is_told_how_to_get_them(stub: Stub, answer: tuple[int, Any]) -> None:
+    stub.answers["/v1/load_lora_adapter"] = answer
+    with pytest.raises(SetupError, match=r"cannot load LoRA adapters \(status .* start vLLM with --enable-lora"):
+        await check(stub, lora=True)
+
+
+async def test_a_server_of_adapters_need_not_load_whole_models(stub: Stub) -> None:
+    stub.answers["/v1/load_lora_adapter"] = (404, {"error": {"message": f"No adapter found for {NO_FOLDER}"}})
+    stub.answers["/collective_rpc"] = (500, {"error": "no method"})
+    await check(stub, lora=True)
 
 
 @pytest.mark.parametrize(
