@@ -74,6 +74,8 @@ def adapter_writer(model: Any) -> Callable[[Path], None]:
             folder / ADAPTER_WEIGHTS,
             metadata={"format": "pt"},
         )
+        # The library makes it for its owner alone; engines may run as another user.
+        (folder / ADAPTER_WEIGHTS).chmod(0o644)
         config = copy.deepcopy(model.peft_config[_NAME])
         config.inference_mode = True
         config.save_pretrained(folder)
