@@ -58,6 +58,12 @@ class RolloutConfig(Section):
     """Model calls per episode."""
     max_tokens_per_turn: int = Field(default=40, ge=1)
     """Sampled tokens per turn."""
+    max_row_tokens: int | None = Field(default=None, ge=2)
+    """Ids of a training row, prompts and sampled: the turn that fills it ends the episode, as does a prompt that leaves
+    no room in it (token_limit). None = the policy's context is the only limit (context_limit)."""
+    compact_tokens: int | None = Field(default=None, ge=1)
+    """A prompt of more ids is first given to the handler's `compact`, which may shorten the conversation; the turn then
+    begins a new training row. None = never."""
     temperature: float = Field(default=1.0, gt=0, le=2)
     """Sampling temperature; greedy sampling has no log-probs to train on, and vLLM takes none above 2."""
     top_p: float = Field(default=1.0, gt=0, le=1)
@@ -72,6 +78,25 @@ class RolloutConfig(Section):
     on_format_error: Literal["end", "tell"] = "end"
     """What a turn does that cannot be parsed: end the episode, or be answered with the error as a tool result."""
 
+    @model_validator(mode="after")
+    def _compacts_in_time(self) -> Self:
+        if self.max_row_tokens is not None and (self.compact_tokens or 0) >= self.max_row_tokens:
+            raise ValueError(
+                f"compact_tokens = {self.compact_tokens} must be less than max_row_tokens = {self.max_row_tokens}: "
+                "no prompt would ever be compacted"
+            )
+        return self
+
+    def max_sampled(self, num_prompt: int) -> int:
+        """Ids that may be sampled after a prompt of `num_prompt`; less than 1 = none."""
+        if self.max_row_tokens is None:
+            return self.max_tokens_per_turn
+        return min(self.max_tokens_per_turn, self.max_row_tokens - num_prompt)
+
+    def needs_compacting(self, num_prompt: int) -> bool:
+        """Whether a prompt of so many ids is first given to the handler's `compact`."""
+        return self.compact_tokens is not None and num_prompt > self.compact_tokens
+
 
 class RenderConfig(Section):
     """How conversations become ids; the rest is in the model folder's tokenizer and chat template."""
@@ -79,7 +104,8 @@ class RenderConfig(Section):
     family: Literal["qwen3", "qwen2.5", "llama3", "chatml", "generic"] | None = None
     """Whose turn ends and tool calls the model has; None = told by its vocabulary."""
     keep_thinking: bool = True
-    """Leave the thinking of earlier turns in the prompt, as sampled; False refuses a template that would drop it."""
+    """Leave the thinking of earlier turns in the prompt, as sampled. False = show earlier turns as the chat template
+    does: where that drops their thinking, the turn begins a new training row."""
     template_kwargs: dict[str, JsonValue] = Field(default_factory=dict)
     """Variables for the chat template in every render alike, such as enable_thinking."""
 

@@ -172,7 +172,7 @@ def sql(
 ) -> None:
     """Ask the database: a table on a terminal, tab-separated values in a pipe.
 
-    Views: samples, reward_by_version, staleness, episode_timings, failures_by_kind, stage_throughput.
+    Views: samples, turns, reward_by_version, staleness, episode_timings, failures_by_kind, stage_throughput.
     """
     settings = settings_for(data_dir)
     from common.db.examples import ask

@@ -33,7 +33,7 @@ from trainer.failures import noting_failures, outlast_database
 from trainer.policy import Policy
 from trainer.publish import announce, version_writer
 from trainer.rewards import group_rewards, is_trained
-from trainer.samples import Sample, make_sample, sample_digest
+from trainer.samples import Sample, make_samples, rows_by_episode, samples_digest
 from trainer.source import Work, wait_for_work
 
 logger = logging.getLogger(__name__)
@@ -187,7 +187,7 @@ def prepare(
     `reference_kl` gives nats by episode id; it is asked only where train.kl = "reward".
     """
     of_agent = [[episode for episode in group.episodes if Outcome(episode.outcome).is_agent] for group in groups]
-    samples = [make_sample(episode) for group in of_agent for episode in group]
+    samples = [row for group in of_agent for episode in group for row in make_samples(episode)]
     kl_by_episode = reference_kl(samples) if train.kl == "reward" else {}
     rewards_of_groups = [
         group_rewards(episodes, group_id=group.group_id, train=train, kl_by_episode=kl_by_episode)
@@ -202,7 +202,8 @@ def prepare(
         "reward_mean": float(rewards.mean()),
         "reward_std": float(rewards.std()),
         "shaped_reward_mean": float(shaped.mean()),
-        "num_episodes": float(len(samples)),
+        "num_episodes": float(len(rewards)),
+        "num_rows": float(len(samples)),
         "num_tokens": float(len(lags)),
         "zero_variance_groups": float(advantages.zero_variance_groups),
         "singleton_groups": float(advantages.singleton_groups),
@@ -217,12 +218,12 @@ def account(samples: list[Sample], advantages: Advantages) -> list[TrainedEpisod
     """What is stored of each trained episode: above all the digest of the arrays that entered the loss."""
     return [
         TrainedEpisode(
-            episode_id=sample.episode_id,
-            digest=sample_digest(sample),
-            advantage=advantages.by_episode[sample.episode_id],
-            num_tokens=sample.num_tokens,
+            episode_id=episode_id,
+            digest=samples_digest(rows),
+            advantage=advantages.by_episode[episode_id],
+            num_tokens=sum(row.num_tokens for row in rows),
         )
-        for sample in samples
+        for episode_id, rows in rows_by_episode(samples)
     ]
 
 

@@ -121,11 +121,11 @@ class EnginePool:
         """What was sampled, the engine that finished it, and the time that requests took, waiting left out.
 
         A failed engine costs nothing but time: the request goes to another one. An aborted request goes on where it
-        stopped, and never gets more than max_tokens_per_turn ids in all. `request_id` must be unique among all
-        workers. Raises EpisodeError(ENGINE_LOST) when no engine took it for `wait_s`, OutOfTime when requests took
-        more than `limit_s` (None = no limit), and what the client raises.
+        stopped, and never gets more ids in all than its turn and its row have room for. `request_id` must be unique
+        among all workers. Raises EpisodeError(ENGINE_LOST) when no engine took it for `wait_s`, OutOfTime when requests
+        took more than `limit_s` (None = no limit), and what the client raises.
         """
-        budget = claim.config.rollout.max_tokens_per_turn
+        budget = claim.config.rollout.max_sampled(len(prompt_ids))
         turn = _Turn(
             claim=claim, prompt_ids=tuple(prompt_ids), request_id=request_id, stop_ids=stop_ids, max_tokens=budget
         )

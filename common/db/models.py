@@ -215,6 +215,8 @@ class Turn(Base):
     episode_id: Mapped[int] = mapped_column(ForeignKey("episode.id"))
     attempt: Mapped[int] = mapped_column(SmallInteger)
     index: Mapped[int] = mapped_column(SmallInteger)
+    sample: Mapped[int] = mapped_column(SmallInteger, server_default="0")
+    """Training row of the attempt that it belongs to: one more with each turn whose history was rewritten."""
     finish_reason: Mapped[str]
     num_suffix: Mapped[int]
     num_sampled: Mapped[int]
@@ -223,6 +225,8 @@ class Turn(Base):
     digest: Mapped[bytes]
     """sha256 of the sampled ids and log-probs as they came over the wire."""
     messages: Mapped[list[Any]]
+    compacted: Mapped[list[Any] | None] = mapped_column(JSONB(none_as_null=True))
+    """What the handler left of the conversation before this turn; NULL = all of it."""
     engine: Mapped[str]
     latency_ms: Mapped[int]
     created_at: Mapped[datetime] = _now()
@@ -234,7 +238,7 @@ class TurnTokens(Base):
     __tablename__ = "turn_tokens"
     turn_id: Mapped[int] = mapped_column(ForeignKey("turn.id", ondelete="CASCADE"), primary_key=True)
     suffix_ids: Mapped[bytes]
-    """int32 little-endian; what was appended to the prompt before this turn."""
+    """int32 little-endian; what was appended to the prompt before this turn, or all of it where a sample begins."""
     sampled_ids: Mapped[bytes]
     """int32 little-endian."""
     logprobs: Mapped[bytes]

@@ -58,6 +58,7 @@ def test_an_orderly_run_has_no_violations(trained: World) -> None:
         ("UPDATE episode_group SET state = 'DROPPED' WHERE id = 1", "dropped_fresh", 1),
         ("DELETE FROM trained_episode WHERE episode_id = 1", "left_out", 1),
         ("UPDATE turn SET index = 1 WHERE episode_id = 1", "turn_gaps", 1),
+        ("UPDATE turn SET sample = 1 WHERE episode_id = 1", "sample_gaps", 1),
         ("UPDATE turn_tokens SET sampled_ids = logprobs WHERE turn_id = 1", "turns_damaged", 1),
         ("UPDATE trained_episode SET digest = 'x' WHERE episode_id = 1", "token_mismatches", 1),
         ("INSERT INTO sandbox (episode_id, attempt, backend, node, handle) VALUES (1, 1, 'b', 'n', 'h')",

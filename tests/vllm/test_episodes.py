@@ -20,7 +20,7 @@ from common.episode import EngineState, ScoredEpisode, Stage, ToolCall, Turn, Tu
 from common.weights import version_name
 from tests.vllm.serving import RUN, serving
 from trainer.policy import Policy
-from trainer.samples import Sample, make_sample, microbatches, pad
+from trainer.samples import Sample, make_samples, microbatches, pad
 from workers.agent import Agent, Generated
 from workers.engine_client import EngineClient, Json
 from workers.engine_pool import EnginePool
@@ -159,7 +159,9 @@ def row_of(number: int, played: Played) -> Sample:
         )
         for turn in played.turns
     )
-    return make_sample(ScoredEpisode(episode_id=number, group_id=0, outcome="finished", reward=0.0, turns=turns))
+    episode = ScoredEpisode(episode_id=number, group_id=0, outcome="finished", reward=0.0, turns=turns)
+    (row,) = make_samples(episode)
+    return row
 
 
 def num_id_differences(row: Sample, exchanges: list[Exchange]) -> int:

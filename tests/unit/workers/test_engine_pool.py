@@ -370,3 +370,12 @@ def test_joined_parts_read_as_one_request(
     assert whole.ids == a.ids + b.ids
     assert [(span.version, span.start, span.end) for span in whole.spans] == spans
     assert whole.finish_reason is FinishReason.STOP
+
+
+async def test_a_turn_gets_no_more_ids_than_its_row_has_room_for(fleet: Fleet) -> None:
+    claim = make_claim(max_tokens=9)
+    rollout = claim.config.rollout.model_copy(update={"max_row_tokens": 6})
+    claim = replace(claim, config=claim.config.model_copy(update={"rollout": rollout}))
+    for prompt, num in (([1], 5), ([1, 10, 11, 12], 2)):
+        generated = await fleet.pool.generate(claim, prompt, request_id=uuid4().hex, stop_ids=(29,))
+        assert (len(generated.sampled.ids), generated.sampled.finish_reason) == (num, FinishReason.LENGTH)
