@@ -49,6 +49,8 @@ class Gate:
 
     def __init__(self, target: str) -> None:
         self._target = target
+        self.num_aborted = 0
+        """Requests that the engine ended as aborted."""
         self._stop: Stop | None = None
         self._runner: web.AppRunner | None = None
         self._session: aiohttp.ClientSession | None = None
@@ -105,9 +107,9 @@ class Gate:
             async with self._session.request(
                 request.method, self._target + request.path_qs, data=body or None, headers=headers
             ) as answer:
-                return web.Response(
-                    status=answer.status, body=await answer.read(), content_type=answer.content_type or None
-                )
+                said = await answer.read()
+                self.num_aborted += b'"finish_reason":"abort"' in said
+                return web.Response(status=answer.status, body=said, content_type=answer.content_type or None)
         except (aiohttp.ClientError, OSError):
             return _cut(request)
 

@@ -190,6 +190,8 @@ class Verdict:
 
     num_episodes: int
     num_tokens: int
+    longest_turn: int
+    """In sampled tokens."""
     straddling: int
     """Turns with tokens of several versions."""
     versions: frozenset[int]
@@ -213,6 +215,7 @@ def judge(trainee: Trainee, players: Players) -> Verdict:
     return Verdict(
         num_episodes=len(rows),
         num_tokens=sum(len(turn.sampled.ids) for turn in all_turns),
+        longest_turn=max(len(turn.sampled.ids) for turn in all_turns),
         straddling=sum(len(turn.sampled.spans) > 1 for turn in all_turns),
         versions=frozenset(span.version for turn in all_turns for span in turn.sampled.spans),
         engines=frozenset(turn.engine for turn in all_turns),

@@ -6,10 +6,12 @@ import asyncio
 import time
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
+from typing import get_args
 
 import pytest
 from sqlalchemy import text
 
+from common.config import InFlight
 from common.db import engines
 from common.db.session import Database
 from common.weights import version_name
@@ -19,7 +21,7 @@ from tests.vllm.lone_keeper import Keepers, keepers
 from tests.vllm.playing import Trainee, judge, playing
 from tests.vllm.serving import RUN, serving
 from workers.engine_client import EngineClient
-from workers.weight_keeper import LOADING
+from workers.weight_keeper import LOADING, WeightKeeper
 
 NAME = "/update_weight_version"
 STEPS = (
@@ -36,6 +38,7 @@ STEPS = (
 ASKED_ANYWAY = ("/health", "/weight_info", "/is_paused")
 """Also where there is no new version."""
 WITHIN_S = 30.0
+NUM_UPDATES = 8
 
 
 @pytest.fixture(scope="module")
@@ -125,6 +128,57 @@ async def killed_at_the_row(trainee: Trainee, gate: Gate, group: Keepers, owner:
         await until(lambda: num_waiting(trainee.database) > 0, within_s=WITHIN_S)
         group.kill(owner)
     return group.start()
+
+
+@pytest.mark.parametrize("in_flight", get_args(InFlight))
+async def test_requests_under_way_do_what_the_run_wants(
+    in_flight: InFlight, database: Database, gate: Gate, tiny: Path, tmp_path: Path, figures: dict[str, object]
+) -> None:
+    """Whatever it is, no turn is lost or longer than allowed, and each token is of the version that it names."""
+    trainee = Trainee(database, tiny, tmp_path / "weights", in_flight=in_flight)
+    with database.begin() as conn:
+        engines.register(conn, gate.url, run_id=trainee.run.id)
+    with playing(trainee, tmp_path) as players:
+        keeper = WeightKeeper(database, players.client, owner="keeper", poll_s=0.1)
+        keeping = players.loop.submit(keeper.run())
+        for number in range(NUM_UPDATES):
+            trainee.publish_next()
+            await until(lambda number=number: trainee.serves(gate.url, number), within_s=WITHIN_S)  # type: ignore[misc]
+        await asyncio.to_thread(players.end)
+        keeping.cancel()
+        verdict = judge(trainee, players)
+    assert verdict.longest_turn <= trainee.run.config.rollout.max_tokens_per_turn
+    assert (verdict.straddling > 0) == (in_flight != "wait")
+    assert (gate.num_aborted > 0) == (in_flight == "abort")
+    figures[f"{in_flight}_episodes"] = verdict.num_episodes
+
+
+async def test_a_file_that_changes_after_it_was_verified_is_refused(
+    database: Database, gate: Gate, client: EngineClient, tiny: Path, tmp_path: Path
+) -> None:
+    """The keeper verifies before the pause; the engine checks once more what it reads, and its old weights serve on."""
+    trainee = Trainee(database, tiny, tmp_path / "weights")
+    trainee.publish_next()
+    with database.begin() as conn:
+        engines.register(conn, gate.url, run_id=trainee.run.id)
+    keeping = asyncio.create_task(WeightKeeper(database, client, owner="keeper", poll_s=0.1).run())
+    await until(lambda: trainee.serves(gate.url, 0), within_s=WITHIN_S)
+    stop = gate.stop_next("/collective_rpc", Side.BEFORE)
+    number = trainee.publish_next()
+    await stop.wait(within_s=WITHIN_S)
+    file = tmp_path / "weights" / version_name(RUN, number) / "model.safetensors"
+    data = file.read_bytes()
+    file.write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
+    stop.release(delivers=True)
+    await until(lambda: trainee.engine(gate.url).num_refusals == 1, within_s=WITHIN_S)
+    row = trainee.engine(gate.url)
+    assert (row.version, row.state) == (0, "SERVING")
+    assert "has sha256" in row.error
+    file.write_bytes(data)
+    await until(lambda: trainee.serves(gate.url, number), within_s=WITHIN_S)
+    keeping.cancel()
+    await asyncio.wait([keeping])
+    assert not await client.is_paused(gate.url)
 
 
 def num_waiting(database: Database) -> int:
