@@ -20,7 +20,7 @@ from common.db import engines, episodes, groups, runs, tasks, turns, versions
 from common.db.engines import EngineRow
 from common.db.episodes import Wakeup
 from common.db.session import Database
-from common.episode import EpisodeState, Stage, Turn
+from common.episode import EpisodeState, FinishReason, Stage, Turn
 from common.settings import Settings
 from common.weights import WeightStore
 from tests.vllm.serving import RUN, publish
@@ -212,6 +212,7 @@ def judge(trainee: Trainee, players: Players) -> Verdict:
     wrong = [gap for episode in played for gap in gaps(trainee.models, episode) if gap > MAX_DLOGPROB]
     assert wrong == []
     all_turns = [turn for episode in played for turn in episode]
+    assert {turn.sampled.finish_reason for turn in all_turns} <= {FinishReason.STOP, FinishReason.LENGTH}
     return Verdict(
         num_episodes=len(rows),
         num_tokens=sum(len(turn.sampled.ids) for turn in all_turns),

@@ -149,6 +149,7 @@ async def test_requests_under_way_do_what_the_run_wants(
         verdict = judge(trainee, players)
     assert verdict.longest_turn <= trainee.run.config.rollout.max_tokens_per_turn
     assert (verdict.straddling > 0) == (in_flight != "wait")
+    assert trainee.engine(gate.url).num_loads == NUM_UPDATES
     assert (gate.num_aborted > 0) == (in_flight == "abort")
     figures[f"{in_flight}_episodes"] = verdict.num_episodes
 
