@@ -23,6 +23,7 @@ from common.storable import MAX_COUNT, MAX_SMALL_COUNT, check_storable, check_ti
 TINY_MODELS = Path(__file__).parent / "models"
 
 
+InFlight = Literal["keep", "wait", "abort"]
 Advantage = Literal["grpo", "dr_grpo", "rloo", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "pass_at_k"]
 
 
@@ -75,6 +76,9 @@ class RolloutConfig(Section):
     """Time budget of an episode in INIT, queue time excluded; then the attempt has failed."""
     eval_timeout_s: float = Field(default=300.0, gt=0)
     """Time budget of an episode in EVAL, queue time excluded; then EVAL is tried again."""
+    in_flight: InFlight = "keep"
+    """What new weights do to requests under way: they go on with them, and have tokens of both versions; the engine is
+    loaded when they are done; or they end at once and are asked for again, with what is left of their tokens."""
     on_format_error: Literal["end", "tell"] = "end"
     """What a turn does that cannot be parsed: end the episode, or be answered with the error as a tool result."""
 

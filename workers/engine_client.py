@@ -14,6 +14,7 @@ from typing import Any, Self
 
 import aiohttp
 
+from common.config import InFlight
 from common.episode import Sampled
 from common.errors import EpisodeError
 from common.outcomes import Outcome
@@ -116,10 +117,14 @@ class EngineClient:
         reply = await self._ask("GET", url, "/is_paused", timeout_s=PROBE_TIMEOUT_S)
         return bool(_field(reply, "is_paused", bool, url, "/is_paused"))
 
-    async def pause(self, url: str) -> None:
-        """Freeze all requests; they go on after `resume` with keys and values computed anew. Twice is no error."""
-        path = "/pause?mode=keep&clear_cache=true"
-        reply = await self._ask("POST", url, path, timeout_s=ADMIN_TIMEOUT_S)
+    async def pause(self, url: str, *, in_flight: InFlight = "keep") -> None:
+        """Decode nothing until `resume`; all keys and values are then computed anew. Twice is no error.
+
+        Requests under way are frozen, are waited for (no longer than one may take), or end as aborted.
+        """
+        path = f"/pause?mode={in_flight}&clear_cache=true"
+        timeout_s = ADMIN_TIMEOUT_S + (self._timeout_s if in_flight == "wait" else 0)
+        reply = await self._ask("POST", url, path, timeout_s=timeout_s)
         _expect(reply, "status", "paused", url, path)
 
     async def resume(self, url: str) -> None:

@@ -238,7 +238,7 @@ def fresh_enough(rows: Sequence[EngineRow], max_staleness: int) -> list[str]:
     Samples of an engine that lags more would be dropped as stale as soon as they are complete.
     """
     versions = {row.url: row.version for row in rows if row.state is EngineState.SERVING and row.version is not None}
-    newest = max(versions.values(), default=0)
+    newest = max([*versions.values(), *(row.newest or 0 for row in rows)], default=0)
     return [url for url, version in versions.items() if version >= newest - max_staleness]
 
 

@@ -11,7 +11,7 @@ import logging
 import time
 
 from common.db import engines, versions
-from common.db.engines import EngineRow
+from common.db.engines import EngineRow, Lag
 from common.db.session import Database
 from common.db.versions import PolicyVersion
 from common.errors import DatabaseUnavailable
@@ -60,7 +60,7 @@ class WeightKeeper:
         """Run id -> the version whose folder was checked last."""
         self._verifying = asyncio.Lock()
         self._troubles: dict[object, str] = {}
-        """Engine id -> what was logged of it last."""
+        """Engine id, or ("lag", engine id) -> what was logged of it last."""
 
     def announce(self) -> None:
         """Look for new versions now. Call it on the loop's thread."""
@@ -133,7 +133,7 @@ class WeightKeeper:
         if target is None or served == target.number:
             if paused:
                 await self._resume_forgotten(engine)
-            await asyncio.to_thread(self._loaded, engine, served)
+            await self._serves_well(engine, served, num_loads=0)
             return False
         if served != engine.version:
             await asyncio.to_thread(self._serves, engine, served)
@@ -144,15 +144,19 @@ class WeightKeeper:
                 await self._resume_forgotten(engine)
             raise
         await self._load(engine, target, name)
-        await asyncio.to_thread(self._loaded, engine, target.number)
+        await self._serves_well(engine, target.number, num_loads=1)
         return True
+
+    async def _serves_well(self, engine: EngineRow, version: int | None, *, num_loads: int) -> None:
+        await asyncio.to_thread(self._loaded, engine, version, num_loads)
+        self._report(("lag", engine.id), None)
 
     async def _load(self, engine: EngineRow, target: PolicyVersion, old_name: str) -> None:
         """Pause, exchange, name, resume. Resumes whatever happens, unless the engine is out of reach."""
         started = time.monotonic()
         new_name = version_name(target.run, target.number)
         try:
-            await self._client.pause(engine.url)
+            await self._client.pause(engine.url, in_flight=target.in_flight)
             await self._client.update_weight_version(engine.url, LOADING)
             try:
                 await self._client.load_version(engine.url, target.path, new_name)
@@ -193,11 +197,16 @@ class WeightKeeper:
         """`known`: whether the engine still serves what the database says."""
         self._report(engine.id, f"weights not loaded engine={engine.url}: {error}")
         try:
-            await asyncio.to_thread(self._store_failure, engine, str(error), quarantine_after, known)
+            lag = await asyncio.to_thread(self._store_failure, engine, error, quarantine_after, known)
         except DatabaseUnavailable:
             return  # The next poll finds the engine as it is.
+        if lag is not None:
+            behind = f"serves={lag.version} newest={lag.newest} max_staleness={lag.max_staleness}"
+            self._report(
+                ("lag", engine.id), f"engine gets no new work, it is too far behind engine={engine.url} {behind}"
+            )
 
-    def _report(self, key: int | None, trouble: str | None) -> None:
+    def _report(self, key: object, trouble: str | None) -> None:
         """Log an ERROR when the trouble changes, once, and when it is over. Key None is the database's."""
         before = self._troubles.get(key)
         if trouble is not None and trouble != before:
@@ -217,19 +226,26 @@ class WeightKeeper:
         with self._database.begin() as conn:
             return versions.newest(conn, run_id)
 
-    def _loaded(self, engine: EngineRow, version: int | None) -> None:
+    def _loaded(self, engine: EngineRow, version: int | None, num_loads: int) -> None:
         with self._database.begin() as conn:
-            engines.loaded(conn, engine.id, owner=self._owner, version=version)
+            engines.loaded(conn, engine.id, owner=self._owner, version=version, num_loads=num_loads)
 
     def _serves(self, engine: EngineRow, version: int | None) -> None:
         with self._database.begin() as conn:
             engines.serves(conn, engine.id, owner=self._owner, version=version)
 
-    def _store_failure(self, engine: EngineRow, error: str, quarantine_after: int, known: bool) -> None:
+    def _store_failure(self, engine: EngineRow, error: Exception, quarantine_after: int, known: bool) -> Lag | None:
         with self._database.begin() as conn:
-            engines.failed(conn, engine.id, owner=self._owner, error=error, quarantine_after=quarantine_after)
             if not known:
                 engines.serves(conn, engine.id, owner=self._owner, version=None)
+            return engines.failed(
+                conn,
+                engine.id,
+                owner=self._owner,
+                error=str(error),
+                quarantine_after=quarantine_after,
+                refused=isinstance(error, WeightsDamaged | LoadRefused),
+            )
 
 
 def _served(name: str, target: PolicyVersion | None) -> int | None:

@@ -280,6 +280,12 @@ class Engine(Base):
     """When it last answered."""
     failures: Mapped[int] = mapped_column(server_default="0")
     """Failed loads or probes in a row."""
+    num_loads: Mapped[int] = mapped_column(server_default="0")
+    """Versions loaded into it since it was registered first. This and the next two only grow."""
+    num_refusals: Mapped[int] = mapped_column(server_default="0")
+    """Loads that were refused, by the keeper or the engine: the version is damaged or does not fit."""
+    num_failures: Mapped[int] = mapped_column(server_default="0")
+    """Loads and probes that failed otherwise: it was away, too slow, or broken."""
     retry_at: Mapped[datetime | None]
     error: Mapped[str | None]
 

@@ -76,7 +76,10 @@ GRANTS: Mapping[Role, Grants] = MappingProxyType(
                 "turn": ("SELECT", "INSERT"),
                 "turn_tokens": ("SELECT", "INSERT"),
                 "policy_version": ("SELECT",),
-                "engine": ("UPDATE (owner, owner_until, version, healthy_at, failures, retry_at, error, state)",),
+                "engine": (
+                    "UPDATE (owner, owner_until, version, healthy_at, failures, retry_at, error, state,"
+                    " num_loads, num_refusals, num_failures)",
+                ),
             },
         ),
         Role.EVAL: _with(_STAGE, {"turn": ("SELECT",), "episode": ("UPDATE (reward, reward_parts)",)}),

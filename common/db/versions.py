@@ -7,6 +7,7 @@ from pathlib import Path
 
 from sqlalchemy import Connection, text
 
+from common.config import InFlight
 from common.weights import Published
 
 
@@ -20,10 +21,13 @@ class PolicyVersion:
     number: int
     path: Path
     manifest_sha256: str
+    in_flight: InFlight
+    """What the run wants of requests under way while it is loaded."""
 
 
 _SELECT = """
-    SELECT v.run_id, r.name AS run, v.number, v.path, v.manifest_sha256
+    SELECT v.run_id, r.name AS run, v.number, v.path, v.manifest_sha256,
+           coalesce(r.config #>> '{rollout,in_flight}', 'keep') AS in_flight
       FROM policy_version v JOIN run r ON r.id = v.run_id
 """
 
@@ -40,6 +44,7 @@ def newest(conn: Connection, run_id: int) -> PolicyVersion | None:
             number=row.number,
             path=Path(row.path),
             manifest_sha256=row.manifest_sha256,
+            in_flight=row.in_flight,
         )
         if row
         else None

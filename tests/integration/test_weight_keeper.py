@@ -17,6 +17,7 @@ from common.db.session import Database
 from common.weights import MANIFEST, WeightStore
 from tests.unit.workers.waiting import until
 from workers.engine_client import EngineClient
+from workers.engine_pool import fresh_enough
 from workers.scripted_engine import Fault, ScriptedEngine
 from workers.weight_keeper import LOADING, WeightKeeper
 
@@ -213,6 +214,58 @@ async def test_a_damaged_folder_pauses_no_engine(
         assert len([record for record in caplog.records if "model.bin has 3 bytes" in record.message]) == 1
         scene.publish(1)
         await scene.until_serving(engine, 1)
+
+
+async def test_an_engine_that_falls_too_far_behind_raises_an_alarm(
+    scene: Scene, engine: ScriptedEngine, caplog: pytest.LogCaptureFixture
+) -> None:
+    def alarms() -> list[str]:
+        return [record.message for record in caplog.records if "gets no new work" in record.message]
+
+    def serving() -> list[str]:
+        with scene.database.begin() as conn:
+            return fresh_enough(engines.serving(conn, scene.run.id), scene.run.config.train.max_staleness)
+
+    scene.publish(0)
+    async with scene.keeping():
+        await scene.until_serving(engine, 0)
+        with caplog.at_level(logging.ERROR):
+            (scene.publish(1) / "model.bin").write_bytes(b"xx!")
+            await until(lambda: scene.stored(engine).num_refusals >= 2)
+            assert alarms() == []
+            assert serving() == [engine.url]
+            (scene.publish(2) / "model.bin").write_bytes(b"xx!")
+            await until(lambda: len(alarms()) == 1)
+        assert f"engine={engine.url} serves=0 newest=2 max_staleness=1" in alarms()[0]
+        assert serving() == []
+        with scene.database.begin() as conn:
+            (shown,) = engines.status(conn)
+        assert (shown.version, shown.newest) == (0, 2)
+        scene.publish(3)
+        await scene.until_serving(engine, 3)
+        await until(lambda: any("over: engine gets no new work" in record.message for record in caplog.records))
+    assert serving() == [engine.url]
+
+
+async def test_loads_refusals_and_failures_are_counted(scene: Scene, engine: ScriptedEngine) -> None:
+    def counts() -> tuple[int, int, int]:
+        row = scene.stored(engine)
+        return row.num_loads, row.num_refusals, row.num_failures
+
+    async with scene.keeping():
+        for number in range(2):
+            scene.publish(number)
+            await scene.until_serving(engine, number)
+        assert counts() == (2, 0, 0)
+        refusals = iter(["tensor a has another shape"])
+        engine.accept = lambda path: next(refusals, None)
+        scene.publish(2)
+        await scene.until_serving(engine, 2)
+        assert counts() == (3, 1, 0)
+        engine.fail_next(LOAD, Fault.ERROR)
+        scene.publish(3)
+        await scene.until_serving(engine, 3)
+        assert counts() == (4, 1, 1)
 
 
 async def test_a_missing_manifest_is_named(scene: Scene, engine: ScriptedEngine) -> None:

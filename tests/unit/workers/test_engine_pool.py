@@ -339,6 +339,14 @@ def test_lagging_engines_get_no_new_work() -> None:
     assert fresh_enough([], 0) == []
 
 
+def test_engines_that_all_lag_get_no_new_work() -> None:
+    """What they would sample is dropped as stale: the newest version counts, not the newest that some engine has."""
+    rows = [replace(row(0, "a", version=5), newest=7), replace(row(1, "b", version=6), newest=7)]
+    assert fresh_enough(rows, 2) == ["a", "b"]
+    assert fresh_enough(rows, 1) == ["b"]
+    assert fresh_enough(rows, 0) == []
+
+
 def sampled(*spans: tuple[int, int], reason: FinishReason = FinishReason.ABORT) -> Sampled:
     """One id a position; spans as (version, end)."""
     starts = [0, *[end for _, end in spans]]
