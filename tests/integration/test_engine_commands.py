@@ -104,7 +104,7 @@ def test_what_is_wrong_is_one_line_and_nothing_is_stored(
     for arguments, words in (
         (("add", engine, "--run", "run-a"), f"engine {engine} does not know token id 599, the run's model does"),
         (("add", engine, "--run", "run-a", "--model-name", "q"), f"engine {engine} serves policy, not q:"),
-        (("add", nobody, "--run", "run-a"), f"no engine answers at {nobody}/health"),
+        (("add", nobody, "--run", "run-a"), f"no engine answers at {nobody}/weight_info"),
         (("add", "localhost", "--run", "run-a"), "localhost is no engine's address: give http://HOST:PORT"),
         (("drain", engine), f"no engine {engine} in the database"),
         (("remove", engine), f"no engine {engine} in the database"),
