@@ -125,20 +125,17 @@ async def test_a_context_that_fills_ends_by_length_and_a_full_one_is_told_apart(
 async def test_an_abort_is_counted_and_keeps_what_was_sampled(engine: str, client: EngineClient) -> None:
     await client.update_weight_version(engine, version_name(RUN, 2))
     await generate(client, engine, [5, 20])
+    ended: int | None = 0
     for number in range(20):
+        # Until one lives long enough to be met.
         request_id = f"long-{number}"
         task = asyncio.create_task(generate(client, engine, [5, 20], request_id=request_id, max_tokens=500))
-        ended: list[int | None] = []
-
-        async def abort(task: asyncio.Task[Sampled], request_id: str, ended: list[int | None]) -> None:
-            while not task.done() and not any(ended):
-                ended.append(await client.abort(engine, [request_id]))
-
-        await abort(task, request_id, ended)
+        while not task.done() and not ended:
+            ended = await client.abort(engine, [request_id])
         sampled = await task
-        if any(ended):
+        if ended:
             break
-    assert ended[-1] == 1
+    assert ended == 1
     assert sampled.finish_reason is FinishReason.ABORT
     assert len(sampled.ids) == len(sampled.logprobs) < 500
 
@@ -148,16 +145,16 @@ async def test_it_is_told_at_the_registration(engine: str, tiny: Path) -> None:
     assert kind is EngineKind.VLLM_COMPLETIONS
 
 
-async def test_raw_logprobs_are_found_out(tiny: Path, tmp_path: Path) -> None:
-    raw = ("--logprobs-mode", "raw_logprobs")
-
-    def check(url: str, temperature: float) -> EngineKind:
-        return check_engine(url, model=tiny, served_name="policy", temperature=temperature, top_p=1.0)
-
-    def on_a_server() -> None:
-        with serving(tiny, log_file=tmp_path / "raw.log", extra=raw) as url:
-            assert check(url, 1.0) is EngineKind.VLLM
-            with pytest.raises(SetupError, match="--logprobs-mode processed_logprobs"):
-                check(url, 0.7)
-
-    await asyncio.to_thread(on_a_server)
+async def test_raw_logprobs_are_found_out_and_a_full_context_on_the_generate_route(
+    tiny: Path, tmp_path: Path, client: EngineClient
+) -> None:
+    raw = ("--logprobs-mode", "raw_logprobs", "--max-model-len", str(MAX_MODEL_LEN))
+    with serving(tiny, log_file=tmp_path / "raw.log", extra=raw) as url:
+        assert await asyncio.to_thread(check_engine, url, model=tiny, served_name="policy") is EngineKind.VLLM
+        with pytest.raises(SetupError, match="--logprobs-mode processed_logprobs"):
+            await asyncio.to_thread(check_engine, url, model=tiny, served_name="policy", temperature=0.7)
+        await client.update_weight_version(url, version_name(RUN, 2))
+        assert len((await generate(client, url, [5] * (MAX_MODEL_LEN - 2), max_tokens=40)).ids) <= 2
+        for num_ids in (MAX_MODEL_LEN, MAX_MODEL_LEN + 100):
+            with pytest.raises(ContextOverflow):
+                await generate(client, url, [5] * num_ids)

@@ -20,7 +20,11 @@ ADMIN_TIMEOUT_S = 15.0
 """Of pause, resume and the like, which wait for a decoding step."""
 LOAD_TIMEOUT_S = 300.0
 """Of reading a version's files into the engine."""
-_CONTEXT_OVERFLOW = re.compile(r"(maximum|model's) (context|model) length", re.IGNORECASE)
+_CONTEXT_OVERFLOW = re.compile(
+    # The last is of a prompt that fills the context to the id: nobody here asks for fewer than one.
+    r"(maximum|model's) (context|model) length|max_tokens must be at least 1, got (0|-)",
+    re.IGNORECASE,
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -116,7 +120,7 @@ class Context:
         self._max_ids: int | None = None
 
     async def budget(self, request: GenerateRequest) -> int:
-        """How many ids to ask for: what fits, and at least one, so that a full context is the engine's to refuse."""
+        """How many ids to ask for: what fits. Raises ContextOverflow when nothing does."""
         if self._max_ids is None:
             reply = await self._route.ask("GET", "/v1/models", timeout_s=PROBE_TIMEOUT_S)
             cards = self._route.field(reply, "data", list, "/v1/models")
@@ -125,4 +129,9 @@ class Context:
             if not known:
                 raise EngineUnavailable(f"engine {self._route.url} /v1/models names no max_model_len")
             self._max_ids = known[0]
-        return max(1, min(request.max_tokens, self._max_ids - len(request.prompt_ids)))
+        num_prompt = len(request.prompt_ids)
+        if num_prompt >= self._max_ids:
+            raise ContextOverflow(
+                f"engine {self._route.url}: {num_prompt} ids leave no room in a context of {self._max_ids}"
+            )
+        return min(request.max_tokens, self._max_ids - num_prompt)

@@ -111,6 +111,8 @@ async def test_a_prompt_that_fills_the_context_is_told_apart(client: EngineClien
     [
         "This model's maximum context length is 1024 tokens, the prompt has 2000",
         "The decoder prompt (length 2000) is longer than the maximum model length of 1024.",
+        "The input (2000 tokens) is longer than the model's context length (1024 tokens).",
+        "max_tokens must be at least 1, got 0. (1024)",
         "the prompt has 2000 tokens, but the maximum model length of 1024 includes at least one new token",
     ],
 )
