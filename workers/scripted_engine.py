@@ -173,6 +173,8 @@ class ScriptedEngine:
             return self._overflow(f"the prompt has {len(prompt)}")
         request_id = _PREFIX + str(body.get("request_id") or next(self._ids))
         choice = await self._tracked(request_id, prompt, body["sampling_params"])
+        if body["sampling_params"].get("logprobs") is None:
+            choice["logprobs"] = None
         return web.json_response({"request_id": request_id, "model": body.get("model"), "choices": [choice]})
 
     async def _complete(self, request: web.Request) -> web.Response:
@@ -187,10 +189,9 @@ class ScriptedEngine:
         if not body.get("return_token_ids"):
             del choice["token_ids"]
         named = body.get("return_tokens_as_token_ids")
-        choice["logprobs"] = {
-            "tokens": [f"token_id:{token_id}" if named else f"<{token_id}>" for token_id in ids],
-            "token_logprobs": [self.logprob] * len(ids),
-        }
+        tokens = [f"token_id:{token_id}" if named else f"<{token_id}>" for token_id in ids]
+        asked = body.get("logprobs") is not None
+        choice["logprobs"] = {"tokens": tokens, "token_logprobs": [self.logprob] * len(ids)} if asked else None
         return web.json_response({"id": request_id, "model": "policy", "choices": [choice]})
 
     async def _models(self, _: web.Request) -> web.Response:

@@ -94,6 +94,14 @@ async def test_calls_share_one_connection(client: EngineClient, engine: Scripted
     assert len(engine.peers) == 1
 
 
+async def test_a_turn_is_one_request_and_asks_for_all_that_a_capture_needs(
+    client: EngineClient, engine: ScriptedEngine
+) -> None:
+    for _ in range(3):
+        assert len((await generate(client, engine.url)).logprobs) == 3
+    assert engine.calls == [GENERATE] * 3
+
+
 async def test_start_weights_are_unversioned(client: EngineClient, engine: ScriptedEngine) -> None:
     engine.version = "default"
     with pytest.raises(Unversioned, match="'default'"):

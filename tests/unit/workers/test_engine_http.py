@@ -6,6 +6,8 @@ import asyncio
 from collections.abc import AsyncIterator
 
 import pytest
+from aiohttp import web
+from aiohttp.test_utils import TestServer
 
 from workers.engine_errors import EngineUnavailable
 from workers.engine_http import EngineHttp
@@ -65,6 +67,23 @@ async def test_an_answer_that_began_is_not_asked_for_again(
     with pytest.raises(EngineUnavailable, match="ClientPayloadError"):
         await name(http, engine, "v2")
     assert engine.calls.count(ROUTE) == 2
+
+
+async def test_no_cookie_pins_all_episodes_to_one_replica(http: EngineHttp) -> None:
+    sent: list[str | None] = []
+
+    async def answer(request: web.Request) -> web.Response:
+        sent.append(request.headers.get("Cookie"))
+        response = web.json_response({})
+        response.set_cookie("replica", "3")
+        return response
+
+    app = web.Application()
+    app.router.add_get("/", answer)
+    async with TestServer(app, host="localhost") as server:
+        for _ in range(2):
+            await http.ask("GET", str(server.make_url("")).rstrip("/"), "/", timeout_s=5)
+    assert sent == [None, None]
 
 
 async def test_both_tries_share_one_deadline(http: EngineHttp, engine: ScriptedEngine) -> None:
