@@ -115,7 +115,8 @@ class EngineClient:
     async def abort(self, url: str, request_ids: Sequence[str]) -> int | None:
         """End these requests, with what they have sampled; returns how many the engine says it ended.
 
-        A number below that of the ids means that the others had ended, or were never there. None = it does not say.
+        That proves nothing: vLLM counts the ids that it was given, known or not, and SGLang says nothing (None). What
+        does is the answer of each request, which ends by `abort`.
         """
         assert request_ids, "an empty list would end the requests of everybody"
         return await self._through(url, lambda wire: wire.abort(request_ids))
