@@ -73,8 +73,13 @@ def num_requests(url: str) -> int | None:
         status, text = ask(url, "/metrics", as_text=True)
     except SetupError:
         return None
-    counted = ("vllm:num_requests_running{", "vllm:num_requests_waiting{")
-    counted += ("sglang:num_running_reqs{", "sglang:num_queue_reqs{")
+    names = (
+        "vllm:num_requests_running",
+        "vllm:num_requests_waiting",
+        "sglang:num_running_reqs",
+        "sglang:num_queue_reqs",
+    )
+    counted = tuple(f"{name}{{" for name in names)
     lines = str(text).splitlines() if status == 200 else []
     return round(sum(float(line.rpartition(" ")[2]) for line in lines if line.startswith(counted)))
 
