@@ -23,9 +23,11 @@ class Fault(StrEnum):
     """What goes wrong with one request to a route."""
 
     CUT = "cut"
-    """The connection breaks before the route does anything."""
+    """The connection breaks within the answer, and the route does nothing."""
     CUT_AFTER = "cut_after"
-    """The route does its work, and the connection breaks instead of the answer."""
+    """The route does its work, and the connection breaks within the answer."""
+    CLOSED = "closed"
+    """The connection ends with no byte of an answer, as when a server ends an idle one; the route does nothing."""
     ERROR = "error"
     """The route answers 500."""
     HANG = "hang"
@@ -52,6 +54,8 @@ class ScriptedEngine:
         self.reply = reply
         self.logprob = logprob
         self.token_s = token_s
+        self.has_generate = True
+        """Whether the generate route is open; `/v1/completions` always is."""
         self.max_model_len = max_model_len
         self.accept = accept
         self.load_s = 0.0
@@ -127,6 +131,8 @@ class ScriptedEngine:
         return {
             "/health": self._health,
             "/inference/v1/generate": self._generate,
+            "/v1/completions": self._complete,
+            "/v1/models": self._models,
             "/abort_requests": self._abort_requests,
             "/pause": self._pause,
             "/resume": self._resume,
@@ -149,6 +155,8 @@ class ScriptedEngine:
             await self._stopped.wait()
         if fault is Fault.CUT_AFTER:
             await handler(request)
+        if fault in (Fault.CUT, Fault.CUT_AFTER):
+            request.transport.write(b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\n{")
         if fault is not None:
             request.transport.abort()
         return await handler(request) if fault is None else web.Response()
@@ -157,19 +165,48 @@ class ScriptedEngine:
         return web.Response()
 
     async def _generate(self, request: web.Request) -> web.Response:
+        if not self.has_generate:
+            return _error(403, "Scale-out endpoints are disabled.")
         body = await request.json()
         prompt: list[int] = body["token_ids"]
         if len(prompt) >= self.max_model_len:
-            text = f"This model's maximum context length is {self.max_model_len} tokens, the prompt has {len(prompt)}"
-            return _error(400, text)
+            return self._overflow(f"the prompt has {len(prompt)}")
         request_id = _PREFIX + str(body.get("request_id") or next(self._ids))
+        choice = await self._tracked(request_id, prompt, body["sampling_params"])
+        if body["sampling_params"].get("logprobs") is None:
+            choice["logprobs"] = None
+        return web.json_response({"request_id": request_id, "model": body.get("model"), "choices": [choice]})
+
+    async def _complete(self, request: web.Request) -> web.Response:
+        body = await request.json()
+        prompt: list[int] = body["prompt"]
+        if len(prompt) + body["max_tokens"] > self.max_model_len:
+            return self._overflow(f"you asked for {body['max_tokens']} after {len(prompt)}")
+        request_id = f"cmpl-{body.get('request_id') or next(self._ids)}"
+        choice = await self._tracked(f"{request_id}-0", prompt, body)
+        ids = choice["token_ids"]
+        del choice["weight_versions"]
+        if not body.get("return_token_ids"):
+            del choice["token_ids"]
+        named = body.get("return_tokens_as_token_ids")
+        tokens = [f"token_id:{token_id}" if named else f"<{token_id}>" for token_id in ids]
+        asked = body.get("logprobs") is not None
+        choice["logprobs"] = {"tokens": tokens, "token_logprobs": [self.logprob] * len(ids)} if asked else None
+        return web.json_response({"id": request_id, "model": "policy", "choices": [choice]})
+
+    async def _models(self, _: web.Request) -> web.Response:
+        return web.json_response({"data": [{"id": "policy", "max_model_len": self.max_model_len}]})
+
+    def _overflow(self, what: str) -> web.Response:
+        return _error(400, f"This model's maximum context length is {self.max_model_len} tokens, {what}")
+
+    async def _tracked(self, request_id: str, prompt: list[int], params: dict[str, Any]) -> dict[str, Any]:
         self.open.add(request_id)
         try:
-            choice = await self._sample(request_id, prompt, body["sampling_params"])
+            return await self._sample(request_id, prompt, params)
         finally:
             self.open.discard(request_id)
             self._aborted.discard(request_id)
-        return web.json_response({"request_id": request_id, "model": body.get("model"), "choices": [choice]})
 
     async def _sample(self, request_id: str, prompt: list[int], params: dict[str, Any]) -> dict[str, Any]:
         limit = min(params["max_tokens"], self.max_model_len - len(prompt))
