@@ -106,6 +106,13 @@ class EngineClient:
         if status != 200:
             raise EngineUnavailable(f"engine {url} /health answers {status}: {_detail(body)}")
 
+    async def metrics(self, url: str) -> str:
+        """Its figures in Prometheus' text format; "" if it has no such page."""
+        status, body = await self._send("GET", url, "/metrics", timeout_s=PROBE_TIMEOUT_S)
+        if status not in (200, 404):
+            raise EngineUnavailable(f"engine {url} /metrics answers {status}: {_detail(body)}")
+        return body.decode(errors="replace") if status == 200 else ""
+
     async def weight_version(self, url: str) -> str:
         """The name of the weights that it samples from."""
         reply = await self._ask("GET", url, "/weight_info", timeout_s=PROBE_TIMEOUT_S)
