@@ -1,7 +1,7 @@
 """How many requests this process keeps on an engine at once, steered by the engine's own pressure.
 
-The pool asks for places; figures come from the engine's /metrics. Additive increase, multiplicative decrease, as in
-Chiu and Jain 1989, section 3.3, which also makes several processes share an engine without knowing of each other.
+The pool asks for places; figures come from the engine's /metrics. The rule is TCP's (RFC 5681, section 3.1), with a
+request's life as the round trip: a limit that rises faster than requests end outruns the pressure that it makes.
 """
 
 from __future__ import annotations
@@ -13,9 +13,10 @@ from prometheus_client.parser import text_string_to_metric_families
 MAX_IN_FLIGHT = 1024
 """On one engine; the only limit where the engine says nothing of its pressure."""
 START_LIMIT = 64
-"""Doubled with each reading until the first sign of pressure."""
-RISE = 4
-CUT = 0.7
+"""Doubled while as many requests end, until the first sign of pressure."""
+RISE = 4.0
+"""Added then while as many requests end as the limit allows at once."""
+CUT = 0.8
 KV_FULL = 0.95
 """Share of the cache's blocks in use, above which the next tokens push requests out."""
 KV_ROOM = 0.9
@@ -71,13 +72,19 @@ class InFlight:
 
     def __init__(self, *, maximum: int = MAX_IN_FLIGHT) -> None:
         self._maximum = maximum
-        self.limit = min(START_LIMIT, maximum)
+        self._limit = float(min(START_LIMIT, maximum))
         self.num = 0
+        self._num_ended = 0
+        """Since the last reading."""
         self.reached = False
         """Whether a request found no place, or took the last one, since the last reading."""
         self._doubling = True
         self._num_preemptions: float | None = None
         """Of the last reading; None = there was none lately."""
+
+    @property
+    def limit(self) -> int:
+        return int(self._limit)
 
     @property
     def has_room(self) -> bool:
@@ -91,21 +98,23 @@ class InFlight:
     def give_back(self) -> None:
         """Whatever the end of the request was."""
         self.num -= 1
+        self._num_ended += 1
 
     def steer(self, pressure: Pressure | None) -> None:
         """Move the limit by a new reading; None = this engine says nothing of its pressure."""
         reached, self.reached = self.reached, not self.has_room
+        num_ended, self._num_ended = self._num_ended, 0
         if pressure is None:
-            self.limit = self._maximum
+            self._limit = self._maximum
             return
         before, self._num_preemptions = self._num_preemptions, pressure.num_preemptions
         if is_overloaded(pressure, num_preemptions_before=before):
             self._doubling = False
             # While more are under way than the last cut allows, its effect is still to come.
             if 0 < self.num <= self.limit:
-                self.limit = max(1, int(CUT * self.num))
+                self._limit = max(1.0, CUT * self.num)
         elif reached and pressure.num_waiting == 0 and pressure.kv_usage < KV_ROOM:
-            self.limit = min(self._maximum, 2 * self.limit if self._doubling else self.limit + RISE)
+            self._limit = min(self._maximum, self._limit + num_ended * (1.0 if self._doubling else RISE / self._limit))
 
     def skip(self) -> None:
         """Not read this time: what the engine has preempted until the next reading is not due to our requests."""

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+import time
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
 from uuid import uuid4
@@ -11,7 +12,9 @@ from common.config import RolloutConfig, RunConfig, TrainConfig
 from common.db.engines import EngineRow
 from common.db.episodes import Claim
 from common.episode import EngineState, Sampled, Stage
+from tests.unit.workers.waiting import until
 from workers.engine_client import EngineClient
+from workers.engine_list import CACHE_S
 from workers.engine_pool import EnginePool
 from workers.scripted_engine import ScriptedEngine
 
@@ -31,10 +34,14 @@ class Fleet:
         self.engines = engines
         self.rows = [row(number, engine.url) for number, engine in enumerate(engines)]
         self.num_reads = 0
+        self.failing: Callable[[int], list[EngineRow]] | None = None
+        """Is called instead of reading; None = reading works."""
         self.pool = EnginePool(client, self.read, wait_s=5, max_in_flight=max_in_flight)
 
     def read(self, run_id: int) -> list[EngineRow]:
         self.num_reads += 1
+        if self.failing is not None:
+            return self.failing(run_id)
         return [row for row in self.rows if row.run_id == run_id]
 
     @property
@@ -88,3 +95,9 @@ def make_claim(*, episode: int = 1, group: int = 1, max_tokens: int = 3) -> Clai
         outcome=None,
         transcript=[],
     )
+
+
+async def until_a_reading_is_old() -> None:
+    """What the pool knows of the engines' rows is read anew by the next turn."""
+    due = time.monotonic() + CACHE_S + 0.01
+    await until(lambda: time.monotonic() >= due)

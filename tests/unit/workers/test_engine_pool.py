@@ -14,7 +14,7 @@ from common.db.engines import EngineRow
 from common.episode import EngineState, FinishReason, Sampled, VersionSpan
 from common.errors import DatabaseUnavailable, EpisodeError
 from common.outcomes import Outcome
-from tests.unit.workers.pool_fleet import GENERATE, Fleet, make_claim, row, running_fleet
+from tests.unit.workers.pool_fleet import GENERATE, Fleet, make_claim, row, running_fleet, until_a_reading_is_old
 from tests.unit.workers.waiting import until
 from workers.agent import OutOfTime
 from workers.engine_client import EngineClient
@@ -73,11 +73,6 @@ async def test_an_episode_leaves_an_overloaded_engine(fleet: Fleet) -> None:
     assert (await fleet.turn(episode=1, group=1))[1] == second.url
     first.resume()
     await asyncio.gather(*others)
-
-
-async def until_a_reading_is_old() -> None:
-    due = time.monotonic() + 0.21
-    await until(lambda: time.monotonic() >= due)
 
 
 async def test_load_is_given_back_whatever_the_end(fleet: Fleet) -> None:
