@@ -3,7 +3,6 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncIterator
-from contextlib import suppress
 
 import pytest
 
@@ -15,6 +14,8 @@ from tests.unit.workers.pool_fleet import GENERATE, Fleet, make_claim, row, runn
 from tests.unit.workers.waiting import until
 from workers.engine_client import EngineClient
 from workers.engine_line import HOME_PATIENCE_S, OVERTAKE_S, Line, Waiter
+from workers.engine_list import EngineList
+from workers.engine_places import EnginePlaces, TurnRequest
 from workers.engine_pool import EnginePool
 from workers.engine_pressure import CUT, MAX_IN_FLIGHT, START_LIMIT
 from workers.scripted_engine import Fault
@@ -153,24 +154,26 @@ async def test_a_turn_that_is_cancelled_leaves_the_line(narrow: Fleet) -> None:
     assert_idle(narrow)
 
 
-async def test_a_place_that_comes_at_the_moment_of_the_cancel_is_given_back(narrow: Fleet) -> None:
-    """The request that frees the place and the cancel meet in one turn of the loop, in either order."""
-    for cancel_first in (False, True):
-        narrow.rows = narrow.rows[:1]
-        first, _ = narrow.engines
-        first.pause()
-        busy = await start_and_wait_for(narrow, 1, 1)
-        waiting = await start_and_wait_for(narrow, 2, 2)
-        if cancel_first:
-            waiting.cancel()
-        busy.add_done_callback(lambda _, waiting=waiting: waiting.cancel())
-        busy.cancel()
-        for task in (busy, waiting):
-            with suppress(asyncio.CancelledError):
-                await task
-        first.resume()
-        assert (await start(narrow, 3))[1] == first.url
-        assert_idle(narrow)
+@pytest.mark.parametrize("cancel_first", [False, True])
+async def test_a_place_that_comes_at_the_moment_of_the_cancel_is_given_back(cancel_first: bool) -> None:
+    places = EnginePlaces(EngineList(lambda run_id: [row(0, "a")]), wait_s=5, max_in_flight=1)
+    deadline = time.monotonic() + 5
+    turns = [
+        TurnRequest(claim=make_claim(), prompt_ids=(1,), request_id=f"r{number}", stop_ids=(), max_tokens=3)
+        for number in range(2)
+    ]
+    await places.wait_for(turns[0], deadline, "")
+    waiting = asyncio.create_task(places.wait_for(turns[1], deadline, ""))
+    await until(lambda: places.num_waiting == 1)
+    if cancel_first:
+        waiting.cancel()
+        places.give_back(turns[0], "a")
+    else:
+        places.give_back(turns[0], "a")
+        waiting.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await waiting
+    assert (places.uses["a"].flight.num, places.uses["a"].load, places.num_waiting) == (0, 0, 0)
 
 
 @pytest.mark.parametrize("fault", [Fault.CUT, Fault.CUT_AFTER, Fault.ERROR])
