@@ -14,7 +14,7 @@ from typing import Self, TypeVar
 from common.config import InFlight
 from common.episode import Sampled
 from workers.engine_errors import EngineUnavailable, Unversioned
-from workers.engine_http import EngineHttp
+from workers.engine_http import EngineHttp, detail
 from workers.wires.base import PROBE_TIMEOUT_S, GenerateRequest, RouteMissing, Wire
 from workers.wires.completions import CompletionsWire
 from workers.wires.sglang import MODEL_INFO, SglangWire
@@ -85,6 +85,13 @@ class EngineClient:
     async def check_health(self, url: str) -> None:
         """Return if the engine says that it can decode."""
         await self._through(url, lambda wire: wire.check_health())
+
+    async def metrics(self, url: str) -> str:
+        """Its figures in Prometheus' text format; "" if it has no such page."""
+        status, body = await self._http.send("GET", url, "/metrics", timeout_s=PROBE_TIMEOUT_S)
+        if status not in (200, 404):
+            raise EngineUnavailable(f"engine {url} /metrics answers {status}: {detail(body)}")
+        return body.decode(errors="replace") if status == 200 else ""
 
     async def weight_version(self, url: str) -> str:
         """The name of the weights that it samples from."""

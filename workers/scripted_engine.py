@@ -69,6 +69,8 @@ class ScriptedEngine:
         """Path -> what goes wrong with the next requests to it, one each."""
         self.open: set[str] = set()
         """Ids of the generate requests that have no answer yet."""
+        self.metrics: str | None = None
+        """The page of its figures; None = it has none."""
         self.num_tokens = 0
         """Sampled since the start."""
         self.peers: set[tuple[str, int]] = set()
@@ -140,6 +142,7 @@ class ScriptedEngine:
             "/collective_rpc": self._collective_rpc,
             "/update_weight_version": self._update_weight_version,
             "/weight_info": self._weight_info,
+            "/metrics": self._metrics,
         }
 
     @web.middleware
@@ -279,6 +282,9 @@ class ScriptedEngine:
 
     async def _weight_info(self, _: web.Request) -> web.Response:
         return web.json_response({"weight_version": self.version})
+
+    async def _metrics(self, _: web.Request) -> web.Response:
+        return web.Response(text=self.metrics) if self.metrics is not None else web.Response(status=404)
 
 
 def _error(status: int, message: str) -> web.Response:

@@ -17,7 +17,7 @@ from common.db.session import Database
 from common.weights import MANIFEST, WeightStore
 from tests.unit.workers.waiting import until
 from workers.engine_client import EngineClient
-from workers.engine_pool import fresh_enough
+from workers.engine_list import fresh_enough
 from workers.scripted_engine import Fault, ScriptedEngine
 from workers.weight_keeper import LOADING, WeightKeeper
 
