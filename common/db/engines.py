@@ -38,6 +38,8 @@ class EngineStatus:
     """Of the last probe or load that failed, until one succeeds."""
 
 
+WEIGHTS_RETRY_S = 1.0
+"""How long after a version could not be had it is asked for again."""
 _COLUMNS = "id, url, run_id, state, version"
 
 
@@ -48,7 +50,8 @@ def register(conn: Connection, url: str, *, run_id: int) -> None:
             """
             INSERT INTO engine (url, run_id) VALUES (:url, :run_id)
             ON CONFLICT (url) DO UPDATE
-               SET run_id = excluded.run_id, state = 'SERVING', version = NULL, failures = 0, retry_at = NULL
+               SET run_id = excluded.run_id, state = 'SERVING', version = NULL, loading = NULL, failures = 0,
+                   retry_at = NULL
             """
         ),
         {"url": url, "run_id": run_id},
@@ -109,12 +112,34 @@ def loaded(conn: Connection, engine_id: int, *, owner: str, version: int | None)
     conn.execute(
         text(
             """
-            UPDATE engine SET version = :version, healthy_at = now(), failures = 0, retry_at = NULL, error = NULL,
+            UPDATE engine SET version = :version, loading = NULL, healthy_at = now(), failures = 0, retry_at = NULL,
+                   error = NULL,
                    state = CASE WHEN state = 'QUARANTINED' THEN 'SERVING' ELSE state END
              WHERE id = :id AND owner = :owner
             """
         ),
         {"id": engine_id, "owner": owner, "version": version},
+    )
+
+
+def starts_loading(conn: Connection, engine_id: int, *, owner: str, version: int) -> None:
+    """Its keeper is about to fetch and load this version, which nobody prunes until the engine has it or refused it."""
+    conn.execute(
+        text("UPDATE engine SET loading = :version WHERE id = :id AND owner = :owner"),
+        {"id": engine_id, "owner": owner, "version": version},
+    )
+
+
+def lacks_weights(conn: Connection, engine_id: int, *, owner: str, error: str) -> None:
+    """The version that it should serve can't be had. It is not to blame: no failure is counted; tried again later."""
+    conn.execute(
+        text(
+            """
+            UPDATE engine SET error = :error, loading = NULL, retry_at = now() + :wait_s * interval '1 second'
+             WHERE id = :id AND owner = :owner
+            """
+        ),
+        {"id": engine_id, "owner": owner, "error": error, "wait_s": WEIGHTS_RETRY_S},
     )
 
 
@@ -134,7 +159,7 @@ def failed(conn: Connection, engine_id: int, *, owner: str, error: str, quaranti
     conn.execute(
         text(
             """
-            UPDATE engine SET failures = failures + 1, error = :error,
+            UPDATE engine SET failures = failures + 1, error = :error, loading = NULL,
                    retry_at = now() + least(power(2, least(failures, 5)) * 0.25, 2) * interval '1 second',
                    state = CASE WHEN failures + 1 >= :quarantine_after AND state = 'SERVING'
                                 THEN 'QUARANTINED' ELSE state END
