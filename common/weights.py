@@ -23,6 +23,8 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from common.errors import RollmillError
 
 MANIFEST = "manifest.json"
+LOADING = "loading"
+"""An engine's version while weights are exchanged. No run's: whatever dies in between, no token gets a wrong one."""
 _ENTRY = re.compile(r"(?P<draft>\.draft-)?(?P<number>[0-9]{6,})(?(draft)-.+)")
 """Name of a version's folder, or of one that is being written."""
 

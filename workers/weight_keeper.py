@@ -17,7 +17,7 @@ from common.db.session import Database
 from common.db.versions import PolicyVersion
 from common.errors import DatabaseUnavailable
 from common.weight_cache import WeightCache
-from common.weights import WeightsError, parse_version_name, version_name
+from common.weights import LOADING, WeightsError, parse_version_name, version_name
 from workers.engine_client import EngineClient
 from workers.engine_errors import EngineError, LoadRefused
 
@@ -29,8 +29,6 @@ QUARANTINE_AFTER = 3
 """Failures in a row, after which an engine gets no new work."""
 RESUME_TRIES = 3
 RESUME_PAUSE_S = 0.2
-LOADING = "loading"
-"""The version's name while weights are exchanged. No run's: whatever dies in between, no token gets a wrong version."""
 
 
 class WeightKeeper:
@@ -139,8 +137,10 @@ class WeightKeeper:
             return False
         if served != engine.version:
             await asyncio.to_thread(self._serves, engine, served)
+        if not await asyncio.to_thread(self._starts_loading, engine, target.number):
+            return False  # Somebody else took the engine, and loads it now.
         try:
-            folder = await self._verify(engine, target)
+            folder = await self._verify(target)
         except WeightsError:
             if paused:
                 await self._resume_forgotten(engine)
@@ -181,12 +181,13 @@ class WeightKeeper:
         await self._client.resume(url)
 
     async def _resume_forgotten(self, engine: EngineRow) -> None:
+        if not await asyncio.to_thread(self._owns, engine):
+            return  # Its new owner paused it.
         logger.warning("engine was left paused, by a keeper that died or by hand; resuming it engine=%s", engine.url)
         await self._resume(engine.url)
 
-    async def _verify(self, engine: EngineRow, target: PolicyVersion) -> Path:
+    async def _verify(self, target: PolicyVersion) -> Path:
         """The version's folder here: fetched and checked once for all engines, before any of them is paused."""
-        await asyncio.to_thread(self._starts_loading, engine, target.number)
         async with self._verifying:
             verified = self._verified.get(target.run_id)
             if verified is None or verified[0] != target or not verified[1].exists():
@@ -237,9 +238,13 @@ class WeightKeeper:
         with self._database.begin() as conn:
             engines.serves(conn, engine.id, owner=self._owner, version=version)
 
-    def _starts_loading(self, engine: EngineRow, version: int) -> None:
+    def _owns(self, engine: EngineRow) -> bool:
         with self._database.begin() as conn:
-            engines.starts_loading(conn, engine.id, owner=self._owner, version=version)
+            return engines.owns(conn, engine.id, owner=self._owner)
+
+    def _starts_loading(self, engine: EngineRow, version: int) -> bool:
+        with self._database.begin() as conn:
+            return engines.starts_loading(conn, engine.id, owner=self._owner, version=version)
 
     def _folder(self, target: PolicyVersion) -> Path:
         return self._cache.folder(target.location, target.manifest_sha256, named=self._named)

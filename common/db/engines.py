@@ -122,11 +122,43 @@ def loaded(conn: Connection, engine_id: int, *, owner: str, version: int | None)
     )
 
 
-def starts_loading(conn: Connection, engine_id: int, *, owner: str, version: int) -> None:
-    """Its keeper is about to fetch and load this version, which nobody prunes until the engine has it or refused it."""
-    conn.execute(
+def starts_loading(conn: Connection, engine_id: int, *, owner: str, version: int) -> bool:
+    """Its keeper is about to fetch and load this version, which nobody prunes until the engine has it or refused it.
+
+    False = the engine has another owner by now.
+    """
+    done = conn.execute(
         text("UPDATE engine SET loading = :version WHERE id = :id AND owner = :owner"),
         {"id": engine_id, "owner": owner, "version": version},
+    )
+    return bool(done.rowcount)
+
+
+def owns(conn: Connection, engine_id: int, *, owner: str) -> bool:
+    """Whether `owner` may pause, load and resume the engine now."""
+    known = text("SELECT count(*) FROM engine WHERE id = :id AND owner = :owner AND owner_until > now()")
+    return bool(conn.execute(known, {"id": engine_id, "owner": owner}).scalar_one())
+
+
+def take(conn: Connection, engine_id: int, *, owner: str, lease_s: float) -> bool:
+    """Take or renew an engine for the trainer, also from a keeper; False = that one is about to load it."""
+    done = conn.execute(
+        text(
+            """
+            UPDATE engine SET owner = :owner, owner_until = now() + :lease_s * interval '1 second'
+             WHERE id = :id AND (loading IS NULL OR owner = :owner OR owner IS NULL OR owner_until < now())
+            """
+        ),
+        {"id": engine_id, "owner": owner, "lease_s": lease_s},
+    )
+    return bool(done.rowcount)
+
+
+def give_back(conn: Connection, engine_id: int, *, owner: str) -> None:
+    """Leave the engine to the next keeper that polls."""
+    conn.execute(
+        text("UPDATE engine SET owner = NULL, owner_until = NULL WHERE id = :id AND owner = :owner"),
+        {"id": engine_id, "owner": owner},
     )
 
 

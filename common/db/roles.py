@@ -89,7 +89,7 @@ GRANTS: Mapping[Role, Grants] = MappingProxyType(
                 "UPDATE (state, finished_at, sharing, weight, max_episodes_in_flight, max_sandboxes)",
             ),
             "episode_group": ("SELECT", "UPDATE (state, step_id, drop_reason, dropped_version)"),
-            "engine": ("SELECT",),
+            "engine": ("SELECT", "UPDATE (owner, owner_until)"),
             "episode": ("SELECT",),
             "turn": ("SELECT",),
             "turn_tokens": ("SELECT",),

@@ -15,11 +15,11 @@ from common.config import RunConfig
 from common.db import engines, runs, versions
 from common.db.session import Database
 from common.weight_cache import WeightCache
-from common.weights import MANIFEST, WeightStore
+from common.weights import LOADING, MANIFEST, WeightStore
 from tests.unit.workers.waiting import until
 from workers.engine_client import EngineClient
 from workers.scripted_engine import Fault, ScriptedEngine
-from workers.weight_keeper import LOADING, WeightKeeper
+from workers.weight_keeper import WeightKeeper
 
 POLL_S = 0.05
 LOAD = "/collective_rpc"
