@@ -125,6 +125,9 @@ class TrainConfig(Section):
     """Largest allowed (version being trained - oldest version among an episode's tokens). 0 = synchronous."""
     minibatches: int = Field(default=2, ge=1)
     """Optimizer steps per training step."""
+    keep_version_every: int | None = Field(default=None, ge=1)
+    """Every n-th version stays in the weight store; None = all but the newest max_staleness + 2 are deleted once no
+    engine and no episode that goes on names them. Version 0 always stays."""
     learning_rate: float = Field(default=1e-3, gt=0)
     warmup_steps: int = Field(default=5, ge=0)
     """Training steps of linear warm-up; then linear decay to half."""

@@ -24,6 +24,7 @@ from common.errors import SetupError
 from common.log import setup_logging
 from common.queues import CONCURRENCY, TASK_OF
 from common.settings import Settings, settings
+from common.weight_cache import WeightCache
 from workers.app import app
 from workers.broker import check_held, prepare_broker
 from workers.engine_client import EngineClient
@@ -98,7 +99,13 @@ class FleetProcess:
         loop = self._loop = RunLoop(on_lost=lambda where: self._end_anew(f"its event loop is blocked in {where}"))
         client = EngineClient(timeout_s=self._settings.request_timeout_s)
         pool = EnginePool(client, self._engines_of, wait_s=self._settings.engine_wait_s)
-        keeper = WeightKeeper(self.database, client, owner=self._name, poll_s=self._settings.keeper_poll_s)
+        keeper = WeightKeeper(
+            self.database,
+            client,
+            owner=self._name,
+            poll_s=self._settings.keeper_poll_s,
+            cache=WeightCache(self._settings.weights_cache),
+        )
         listener = AnnouncementListener(
             self._settings.require_broker_url(), lambda: loop.loop.call_soon_threadsafe(keeper.announce)
         )

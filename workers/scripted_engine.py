@@ -143,6 +143,9 @@ class ScriptedEngine:
             "/update_weight_version": self._update_weight_version,
             "/weight_info": self._weight_info,
             "/metrics": self._metrics,
+            "/start_weight_update": self._ok,
+            "/update_weights": self._update_weights,
+            "/finish_weight_update": self._ok,
         }
 
     @web.middleware
@@ -275,6 +278,17 @@ class ScriptedEngine:
             return web.json_response({"results": [{"ok": False, "error": refusal}]})
         self.weights = path
         return web.json_response({"results": [{"ok": True, "version": name, "seconds": self.load_s}]})
+
+    async def _ok(self, _: web.Request) -> web.Response:
+        return web.json_response({"message": "done"})
+
+    async def _update_weights(self, request: web.Request) -> web.Response:
+        path = Path((await request.json())["update_info"]["path"])
+        await asyncio.sleep(self.load_s)
+        if refusal := self.accept(path):
+            return _error(500, refusal)
+        self.weights = path
+        return await self._ok(request)
 
     async def _update_weight_version(self, request: web.Request) -> web.Response:
         self.version = (await request.json())["new_version"]

@@ -56,8 +56,13 @@ class Lag:
     max_staleness: int
 
 
+WEIGHTS_RETRY_S = 1.0
+"""How long after a version could not be had it is asked for again."""
 _COLUMNS = "id, url, run_id, state, version"
 _NEWEST = "(SELECT max(v.number) FROM policy_version v WHERE v.run_id = e.run_id) AS newest"
+_LAG = f"""version, {_NEWEST}, (
+    SELECT CAST(r.config #>> '{{train,max_staleness}}' AS int) FROM run r WHERE r.id = e.run_id
+) AS max_staleness"""
 
 
 def register(conn: Connection, url: str, *, run_id: int) -> None:
@@ -67,7 +72,8 @@ def register(conn: Connection, url: str, *, run_id: int) -> None:
             """
             INSERT INTO engine (url, run_id) VALUES (:url, :run_id)
             ON CONFLICT (url) DO UPDATE
-               SET run_id = excluded.run_id, state = 'SERVING', version = NULL, failures = 0, retry_at = NULL
+               SET run_id = excluded.run_id, state = 'SERVING', version = NULL, loading = NULL, failures = 0,
+                   retry_at = NULL
             """
         ),
         {"url": url, "run_id": run_id},
@@ -129,14 +135,73 @@ def loaded(conn: Connection, engine_id: int, *, owner: str, version: int | None,
     conn.execute(
         text(
             """
-            UPDATE engine SET version = :version, healthy_at = now(), failures = 0, retry_at = NULL, error = NULL,
-                   num_loads = num_loads + :num_loads,
+            UPDATE engine SET version = :version, loading = NULL, healthy_at = now(), failures = 0, retry_at = NULL,
+                   error = NULL, num_loads = num_loads + :num_loads,
                    state = CASE WHEN state = 'QUARANTINED' THEN 'SERVING' ELSE state END
              WHERE id = :id AND owner = :owner
             """
         ),
         {"id": engine_id, "owner": owner, "version": version, "num_loads": num_loads},
     )
+
+
+def starts_loading(conn: Connection, engine_id: int, *, owner: str, version: int) -> bool:
+    """Its keeper is about to fetch and load this version, which nobody prunes until the engine has it or refused it.
+
+    False = the engine has another owner by now.
+    """
+    done = conn.execute(
+        text("UPDATE engine SET loading = :version WHERE id = :id AND owner = :owner"),
+        {"id": engine_id, "owner": owner, "version": version},
+    )
+    return bool(done.rowcount)
+
+
+def owns(conn: Connection, engine_id: int, *, owner: str) -> bool:
+    """Whether `owner` may pause, load and resume the engine now."""
+    known = text("SELECT count(*) FROM engine WHERE id = :id AND owner = :owner AND owner_until > now()")
+    return bool(conn.execute(known, {"id": engine_id, "owner": owner}).scalar_one())
+
+
+def take(conn: Connection, engine_id: int, *, owner: str, lease_s: float) -> bool:
+    """Take or renew an engine for the trainer, also from a keeper; False = that one is about to load it."""
+    done = conn.execute(
+        text(
+            """
+            UPDATE engine SET owner = :owner, owner_until = now() + :lease_s * interval '1 second'
+             WHERE id = :id AND (loading IS NULL OR owner = :owner OR owner IS NULL OR owner_until < now())
+            """
+        ),
+        {"id": engine_id, "owner": owner, "lease_s": lease_s},
+    )
+    return bool(done.rowcount)
+
+
+def give_back(conn: Connection, engine_id: int, *, owner: str) -> None:
+    """Leave the engine to the next keeper that polls."""
+    conn.execute(
+        text("UPDATE engine SET owner = NULL, owner_until = NULL WHERE id = :id AND owner = :owner"),
+        {"id": engine_id, "owner": owner},
+    )
+
+
+def lacks_weights(conn: Connection, engine_id: int, *, owner: str, error: str, refused: bool) -> Lag | None:
+    """The version that it should serve can't be had. It is not to blame: no failure is counted; tried again later.
+
+    `refused`: the version is there and damaged. Returns how far it is behind, if that is too far for new work.
+    """
+    row = conn.execute(
+        text(
+            f"""
+            UPDATE engine e SET error = :error, loading = NULL, retry_at = now() + :wait_s * interval '1 second',
+                   num_refusals = num_refusals + CAST(:refused AS int)
+             WHERE id = :id AND owner = :owner
+            RETURNING {_LAG}
+            """
+        ),
+        {"id": engine_id, "owner": owner, "error": error, "wait_s": WEIGHTS_RETRY_S, "refused": refused},
+    ).first()
+    return _lag(row)
 
 
 def serves(conn: Connection, engine_id: int, *, owner: str, version: int | None) -> None:
@@ -160,16 +225,14 @@ def failed(
     row = conn.execute(
         text(
             f"""
-            UPDATE engine e SET failures = failures + 1, error = :error,
+            UPDATE engine e SET failures = failures + 1, error = :error, loading = NULL,
                    num_refusals = num_refusals + CAST(:refused AS int),
                    num_failures = num_failures + 1 - CAST(:refused AS int),
                    retry_at = now() + least(power(2, least(failures, 5)) * 0.25, 2) * interval '1 second',
                    state = CASE WHEN failures + 1 >= :quarantine_after AND state = 'SERVING'
                                 THEN 'QUARANTINED' ELSE state END
              WHERE id = :id AND owner = :owner
-            RETURNING version, {_NEWEST}, (
-                SELECT CAST(r.config #>> '{{train,max_staleness}}' AS int) FROM run r WHERE r.id = e.run_id
-            ) AS max_staleness
+            RETURNING {_LAG}
             """
         ),
         {
@@ -180,9 +243,7 @@ def failed(
             "refused": refused,
         },
     ).first()
-    if row is None or row.version is None or row.newest is None or row.newest - row.version <= row.max_staleness:
-        return None
-    return Lag(version=row.version, newest=row.newest, max_staleness=row.max_staleness)
+    return _lag(row)
 
 
 def serving(conn: Connection, run_id: int) -> list[EngineRow]:
@@ -207,3 +268,9 @@ def live_version(conn: Connection, run_id: int) -> int | None:
 
 def _row(row: Row[Any]) -> EngineRow:
     return EngineRow(id=row.id, url=row.url, run_id=row.run_id, state=EngineState(row.state), version=row.version)
+
+
+def _lag(row: Row[Any] | None) -> Lag | None:
+    if row is None or row.version is None or row.newest is None or row.newest - row.version <= row.max_staleness:
+        return None
+    return Lag(version=row.version, newest=row.newest, max_staleness=row.max_staleness)

@@ -273,6 +273,8 @@ class Engine(Base):
     state: Mapped[str] = mapped_column(server_default="SERVING")
     version: Mapped[int | None]
     """Policy version of `run_id` that it serves; None = none yet."""
+    loading: Mapped[int | None]
+    """Policy version that its keeper fetches and loads; None = none."""
     owner: Mapped[str | None]
     """The weight keeper that may load weights into it."""
     owner_until: Mapped[datetime | None]

@@ -28,7 +28,7 @@ def trained(world: World) -> World:
         steps.finish_step(
             conn,
             step,
-            published=Published(path=world.run.config.model, manifest_sha256="0" * 64),
+            published=Published(location=str(world.run.config.model), manifest_sha256="0" * 64),
             metrics={},
             trained=[TrainedEpisode(episode_id=id_, digest=digest, advantage=0.0, num_tokens=3) for id_ in ids],
         )

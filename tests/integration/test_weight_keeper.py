@@ -14,12 +14,13 @@ from sqlalchemy import Row, text
 from common.config import RunConfig
 from common.db import engines, runs, versions
 from common.db.session import Database
-from common.weights import MANIFEST, WeightStore
+from common.weight_cache import WeightCache
+from common.weights import LOADING, MANIFEST, WeightStore
 from tests.unit.workers.waiting import until
 from workers.engine_client import EngineClient
 from workers.engine_list import fresh_enough
 from workers.scripted_engine import Fault, ScriptedEngine
-from workers.weight_keeper import LOADING, WeightKeeper
+from workers.weight_keeper import WeightKeeper
 
 POLL_S = 0.05
 LOAD = "/collective_rpc"
@@ -34,6 +35,7 @@ class Scene:
         self.database = database
         self.client = client
         self.store = store
+        self.cache = WeightCache(store.root / "cache")
         self.run = run
 
     def publish(self, number: int) -> Path:
@@ -54,7 +56,7 @@ class Scene:
 
     @asynccontextmanager
     async def keeping(self, owner: str = "keeper", *, lease_s: float = 15) -> AsyncIterator[WeightKeeper]:
-        keeper = WeightKeeper(self.database, self.client, owner=owner, poll_s=POLL_S, lease_s=lease_s)
+        keeper = WeightKeeper(self.database, self.client, owner=owner, poll_s=POLL_S, cache=self.cache, lease_s=lease_s)
         task = asyncio.create_task(keeper.run())
         yield keeper
         task.cancel()
@@ -95,7 +97,7 @@ async def test_loads_the_newest_version_at_start(scene: Scene, engine: ScriptedE
 
 async def test_an_announcement_is_faster_than_the_poll(scene: Scene, engine: ScriptedEngine) -> None:
     scene.publish(0)
-    keeper = WeightKeeper(scene.database, scene.client, owner="keeper", poll_s=60)
+    keeper = WeightKeeper(scene.database, scene.client, owner="keeper", poll_s=60, cache=scene.cache)
     task = asyncio.create_task(keeper.run())
     await scene.until_serving(engine, 0)
     for number in range(1, 10):  # each comes while the keeper takes its last look after the one before
@@ -208,8 +210,9 @@ async def test_a_damaged_folder_pauses_no_engine(
         engine.calls.clear()
         with caplog.at_level(logging.ERROR):
             (scene.publish(1) / "model.bin").write_bytes(b"xx!")
-            await until(lambda: scene.stored(engine).failures >= 3)
+            await until(lambda: engine.calls.count("/health") >= 3)
         assert "/pause" not in engine.calls
+        assert scene.stored(engine).failures == 0
         assert (scene.stored(engine).version, scene.stored(engine).state) == (0, "SERVING")
         assert len([record for record in caplog.records if "model.bin has 3 bytes" in record.message]) == 1
         scene.publish(1)
@@ -368,7 +371,7 @@ async def test_the_lease_is_renewed_while_an_engine_loads(scene: Scene, engine: 
 async def test_a_keeper_that_lost_its_engine_leaves_the_name_to_the_next(scene: Scene, engine: ScriptedEngine) -> None:
     scene.publish(0)
     engine.load_s = 0.4
-    stalled = WeightKeeper(scene.database, scene.client, owner="stalled", poll_s=60, lease_s=0.2)
+    stalled = WeightKeeper(scene.database, scene.client, owner="stalled", poll_s=60, cache=scene.cache, lease_s=0.2)
     task = asyncio.create_task(stalled.run())
     await until(lambda: "longer than its ownership" in (scene.stored(engine).error or ""))
     assert (engine.version, engine.paused) == (LOADING, False)
