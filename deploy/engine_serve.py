@@ -86,6 +86,8 @@ def serve_engine(service: Service, database: Database, *, console: Console) -> N
                 service.url,
                 model=service.run.config.model,
                 served_name=service.plan.served_name,
+                temperature=service.run.config.rollout.temperature,
+                top_p=service.run.config.rollout.top_p,
                 lora=service.plan.lora is not None,
             )
             with database.begin() as conn:

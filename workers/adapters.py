@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import logging
 from dataclasses import dataclass
+from pathlib import Path
 
 from common.db.versions import PolicyVersion
-from common.weights import parse_version_name, version_name
+from common.weights import is_start_name, parse_version_name, version_name
 from workers.engine_client import EngineClient
 from workers.engine_errors import EngineError
 
@@ -31,27 +32,28 @@ class Held:
         return max(self.numbers, default=None)
 
 
-async def held(client: EngineClient, url: str, target: PolicyVersion, *, base: str) -> Held:
-    """The engine's adapters of the target's run; `base` is the name of the weights under them.
+async def held(client: EngineClient, url: str, target: PolicyVersion, *, folder: Path, base: str) -> Held:
+    """The engine's adapters of the target's run; `folder` is where the target belongs, `base` the name of the weights
+    under them.
 
     Raises EngineError where those are not what the engine was started with: every token would be of a wrong policy.
     """
-    if parse_version_name(base) is not None:
+    if not is_start_name(base):
         raise EngineError(f"engine {url} has weights {base}, and adapters belong on start weights: start it again")
     folders = await client.adapters(url)
     name = version_name(target.run, target.number)
-    foreign = name in folders and folders[name] != str(target.path)
+    foreign = name in folders and folders[name] != str(folder)
     parsed = (parse_version_name(other) for other in folders if not (foreign and other == name))
     numbers = frozenset(of[1] for of in parsed if of is not None and of[0] == target.run)
     return Held(numbers=numbers, foreign=foreign)
 
 
-async def load(client: EngineClient, url: str, target: PolicyVersion, *, foreign: bool) -> None:
+async def load(client: EngineClient, url: str, target: PolicyVersion, *, folder: Path, foreign: bool) -> None:
     """Make the engine take requests for the target. Raises EngineError; its other adapters serve on."""
     name = version_name(target.run, target.number)
     if foreign:
         await client.unload_adapter(url, name)
-    await client.load_adapter(url, target.path, name)
+    await client.load_adapter(url, folder, name)
     logger.info("adapter loaded engine=%s version=%s", url, name)
 
 

@@ -17,15 +17,19 @@ from aiohttp import web
 
 _Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 _PREFIX = "generate-tokens-"
+_MODEL = "policy"
+"""The name of what it serves."""
 
 
 class Fault(StrEnum):
     """What goes wrong with one request to a route."""
 
     CUT = "cut"
-    """The connection breaks before the route does anything."""
+    """The connection breaks within the answer, and the route does nothing."""
     CUT_AFTER = "cut_after"
-    """The route does its work, and the connection breaks instead of the answer."""
+    """The route does its work, and the connection breaks within the answer."""
+    CLOSED = "closed"
+    """The connection ends with no byte of an answer, as when a server ends an idle one; the route does nothing."""
     ERROR = "error"
     """The route answers 500."""
     HANG = "hang"
@@ -52,6 +56,8 @@ class ScriptedEngine:
         self.reply = reply
         self.logprob = logprob
         self.token_s = token_s
+        self.has_generate = True
+        """Whether the generate route is open; `/v1/completions` always is."""
         self.max_model_len = max_model_len
         self.accept = accept
         self.load_s = 0.0
@@ -65,8 +71,10 @@ class ScriptedEngine:
         """Paths of all requests, in order of arrival."""
         self.faults: dict[str, deque[Fault]] = {}
         """Path -> what goes wrong with the next requests to it, one each."""
-        self.open: dict[str, str | None] = {}
-        """Ids of the generate requests that have no answer yet, with the model that each names."""
+        self.open: dict[str, str] = {}
+        """Ids of the generate requests that have no answer yet, with the model that each is for."""
+        self.metrics: str | None = None
+        """The page of its figures, without those of adapters; None = it has none."""
         self.num_tokens = 0
         """Sampled since the start."""
         self.peers: set[tuple[str, int]] = set()
@@ -130,6 +138,8 @@ class ScriptedEngine:
         return {
             "/health": self._health,
             "/inference/v1/generate": self._generate,
+            "/v1/completions": self._complete,
+            "/v1/models": self._models,
             "/abort_requests": self._abort_requests,
             "/pause": self._pause,
             "/resume": self._resume,
@@ -137,10 +147,12 @@ class ScriptedEngine:
             "/collective_rpc": self._collective_rpc,
             "/update_weight_version": self._update_weight_version,
             "/weight_info": self._weight_info,
-            "/v1/models": self._models,
             "/v1/load_lora_adapter": self._load_adapter,
             "/v1/unload_lora_adapter": self._unload_adapter,
             "/metrics": self._metrics,
+            "/start_weight_update": self._ok,
+            "/update_weights": self._update_weights,
+            "/finish_weight_update": self._ok,
         }
 
     @web.middleware
@@ -156,6 +168,8 @@ class ScriptedEngine:
             await self._stopped.wait()
         if fault is Fault.CUT_AFTER:
             await handler(request)
+        if fault in (Fault.CUT, Fault.CUT_AFTER):
+            request.transport.write(b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\n{")
         if fault is not None:
             request.transport.abort()
         return await handler(request) if fault is None else web.Response()
@@ -164,22 +178,64 @@ class ScriptedEngine:
         return web.Response()
 
     async def _generate(self, request: web.Request) -> web.Response:
+        if not self.has_generate:
+            return _error(403, "Scale-out endpoints are disabled.")
         body = await request.json()
         prompt: list[int] = body["token_ids"]
         if len(prompt) >= self.max_model_len:
-            text = f"This model's maximum context length is {self.max_model_len} tokens, the prompt has {len(prompt)}"
-            return _error(400, text)
-        model = body.get("model")
-        if model not in (None, "policy", *self.adapters):
-            return _error(404, f"The model `{model}` does not exist.")
+            return self._overflow(f"the prompt has {len(prompt)}")
+        if (model := self._model(body)) is None:
+            return self._unknown(body)
         request_id = _PREFIX + str(body.get("request_id") or next(self._ids))
+        choice = await self._tracked(request_id, prompt, body["sampling_params"], model=model)
+        if body["sampling_params"].get("logprobs") is None:
+            choice["logprobs"] = None
+        return web.json_response({"request_id": request_id, "model": model, "choices": [choice]})
+
+    async def _complete(self, request: web.Request) -> web.Response:
+        body = await request.json()
+        prompt: list[int] = body["prompt"]
+        if len(prompt) + body["max_tokens"] > self.max_model_len:
+            return self._overflow(f"you asked for {body['max_tokens']} after {len(prompt)}")
+        if (model := self._model(body)) is None:
+            return self._unknown(body)
+        request_id = f"cmpl-{body.get('request_id') or next(self._ids)}"
+        choice = await self._tracked(f"{request_id}-0", prompt, body, model=model)
+        ids = choice["token_ids"]
+        del choice["weight_versions"]
+        if not body.get("return_token_ids"):
+            del choice["token_ids"]
+        named = body.get("return_tokens_as_token_ids")
+        tokens = [f"token_id:{token_id}" if named else f"<{token_id}>" for token_id in ids]
+        asked = body.get("logprobs") is not None
+        choice["logprobs"] = {"tokens": tokens, "token_logprobs": [self.logprob] * len(ids)} if asked else None
+        return web.json_response({"id": request_id, "model": model, "choices": [choice]})
+
+    async def _models(self, _: web.Request) -> web.Response:
+        card = {"id": _MODEL, "root": "start", "parent": None, "max_model_len": self.max_model_len}
+        adapters = [card | {"id": name, "root": root, "parent": _MODEL} for name, root in self.adapters.items()]
+        return web.json_response({"object": "list", "data": [card, *adapters]})
+
+    def _model(self, body: dict[str, Any]) -> str | None:
+        """What a request is for; None = nothing that is served."""
+        model = str(body.get("model") or _MODEL)
+        return model if model in (_MODEL, *self.adapters) else None
+
+    def _unknown(self, body: dict[str, Any]) -> web.Response:
+        return _error(404, f"The model `{body['model']}` does not exist.")
+
+    def _overflow(self, what: str) -> web.Response:
+        return _error(400, f"This model's maximum context length is {self.max_model_len} tokens, {what}")
+
+    async def _tracked(
+        self, request_id: str, prompt: list[int], params: dict[str, Any], *, model: str
+    ) -> dict[str, Any]:
         self.open[request_id] = model
         try:
-            choice = await self._sample(request_id, prompt, body["sampling_params"])
+            return await self._sample(request_id, prompt, params)
         finally:
             del self.open[request_id]
             self._aborted.discard(request_id)
-        return web.json_response({"request_id": request_id, "model": model or "policy", "choices": [choice]})
 
     async def _sample(self, request_id: str, prompt: list[int], params: dict[str, Any]) -> dict[str, Any]:
         limit = min(params["max_tokens"], self.max_model_len - len(prompt))
@@ -246,17 +302,23 @@ class ScriptedEngine:
         self.weights = path
         return web.json_response({"results": [{"ok": True, "version": name, "seconds": self.load_s}]})
 
+    async def _ok(self, _: web.Request) -> web.Response:
+        return web.json_response({"message": "done"})
+
+    async def _update_weights(self, request: web.Request) -> web.Response:
+        path = Path((await request.json())["update_info"]["path"])
+        await asyncio.sleep(self.load_s)
+        if refusal := self.accept(path):
+            return _error(500, refusal)
+        self.weights = path
+        return await self._ok(request)
+
     async def _update_weight_version(self, request: web.Request) -> web.Response:
         self.version = (await request.json())["new_version"]
         return web.json_response({"success": True, "new_version": self.version})
 
     async def _weight_info(self, _: web.Request) -> web.Response:
         return web.json_response({"weight_version": self.version})
-
-    async def _models(self, _: web.Request) -> web.Response:
-        cards = [{"id": "policy", "root": "start", "parent": None}]
-        cards += [{"id": name, "root": root, "parent": "policy"} for name, root in self.adapters.items()]
-        return web.json_response({"object": "list", "data": cards})
 
     async def _load_adapter(self, request: web.Request) -> web.Response:
         body = await request.json()
@@ -275,13 +337,19 @@ class ScriptedEngine:
         return web.Response(text="Success")
 
     async def _metrics(self, _: web.Request) -> web.Response:
+        if self.metrics is None and not self.adapters:
+            return web.Response(status=404)
+        return web.Response(text=(self.metrics or "") + self._adapters_in_use())
+
+    def _adapters_in_use(self) -> str:
         """As vLLM does: a line a combination of names, the older ones too, each with the time that it was seen."""
-        running = ",".join(sorted({model for model in self.open.values() if model not in (None, "policy")}))
+        if not self.adapters:
+            return ""
+        running = ",".join(sorted({model for model in self.open.values() if model != _MODEL}))
         labels = 'max_lora="4",running_lora_adapters="{}",waiting_lora_adapters=""'
-        lines = [
-            f"vllm:lora_requests_info{{{labels.format(names)}}} {at}" for names, at in ((running, 2e9), ("x", 1e9))
-        ]
-        return web.Response(text="\n".join(lines))
+        return "".join(
+            f"vllm:lora_requests_info{{{labels.format(names)}}} {at}\n" for names, at in ((running, 2e9), ("x", 1e9))
+        )
 
 
 def _error(status: int, message: str) -> web.Response:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-from sqlalchemy import Connection, text
+from sqlalchemy import Connection, Row, text
 
-from common.config import RunConfig
-from common.weights import Published
+from common.config import InFlight, TrainConfig
+from common.weights import Published, folder_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -19,16 +20,34 @@ class PolicyVersion:
     run: str
     """The run's name: part of the name under which engines serve the version."""
     number: int
-    path: Path
+    location: str
+    """Path of its folder, or the URL below which its objects lie."""
     manifest_sha256: str
+    in_flight: InFlight
+    """What the run wants of requests under way while it is loaded."""
     adapters_kept: int | None
     """How many adapters an engine of the run keeps; None = the version is a whole model, not an adapter."""
 
+    @property
+    def path(self) -> Path:
+        """Its folder, where the store is one."""
+        return folder_of(self.location)
+
 
 _SELECT = """
-    SELECT v.run_id, r.name AS run, v.number, v.path, v.manifest_sha256, r.config
+    SELECT v.run_id, r.name AS run, v.number, v.path AS location, v.manifest_sha256,
+           coalesce(r.config #>> '{rollout,in_flight}', 'keep') AS in_flight, r.config -> 'train' AS train
       FROM policy_version v JOIN run r ON r.id = v.run_id
 """
+_READ_BY_ENGINE = """
+    (v.number IN (e.version, e.loading) OR (
+        r.config #>> '{train,lora_rank}' IS NOT NULL
+        AND v.number > least(e.version, e.loading) - 2 * (CAST(r.config #>> '{train,max_staleness}' AS int) + 2)
+        AND v.number <= greatest(e.version, e.loading)
+    ))
+"""
+"""Engines read an adapter's folder again when they need it and have put it away: so each keeps the folders of twice as
+many as it holds by itself, for requests that have been under way for so long."""
 
 
 def newest(conn: Connection, run_id: int) -> PolicyVersion | None:
@@ -36,18 +55,7 @@ def newest(conn: Connection, run_id: int) -> PolicyVersion | None:
     row = conn.execute(
         text(_SELECT + " WHERE v.run_id = :run_id ORDER BY v.number DESC LIMIT 1"), {"run_id": run_id}
     ).first()
-    return (
-        PolicyVersion(
-            run_id=row.run_id,
-            run=row.run,
-            number=row.number,
-            path=Path(row.path),
-            manifest_sha256=row.manifest_sha256,
-            adapters_kept=RunConfig.model_validate(row.config).train.adapters_kept,
-        )
-        if row
-        else None
-    )
+    return _version(row) if row else None
 
 
 def publish(conn: Connection, run_id: int, number: int, published: Published) -> None:
@@ -60,5 +68,39 @@ def publish(conn: Connection, run_id: int, number: int, published: Published) ->
             ON CONFLICT (run_id, number) DO UPDATE SET path = excluded.path, manifest_sha256 = excluded.manifest_sha256
             """
         ),
-        {"run_id": run_id, "number": number, "path": str(published.path), "sha": published.manifest_sha256},
+        {"run_id": run_id, "number": number, "path": published.location, "sha": published.manifest_sha256},
     )
+
+
+def loadable(conn: Connection) -> list[PolicyVersion]:
+    """Versions that an engine of any run serves, is about to, or may read again: their files are still needed."""
+    rows = conn.execute(
+        text(_SELECT + f" WHERE EXISTS (SELECT FROM engine e WHERE e.run_id = v.run_id AND {_READ_BY_ENGINE})")
+    )
+    return [_version(row) for row in rows]
+
+
+def needed(conn: Connection, run_id: int) -> frozenset[int]:
+    """Numbers of the versions that an engine of the run may read, or an episode that is not final names."""
+    numbers = conn.execute(
+        text(
+            f"""
+            SELECT v.number FROM policy_version v JOIN run r ON r.id = v.run_id JOIN engine e ON e.run_id = v.run_id
+             WHERE v.run_id = :run_id AND {_READ_BY_ENGINE}
+            UNION SELECT version FROM engine WHERE run_id = :run_id AND version IS NOT NULL
+            UNION SELECT loading FROM engine WHERE run_id = :run_id AND loading IS NOT NULL
+            UNION SELECT (span ->> 'version')::int
+                    FROM episode e JOIN turn t ON t.episode_id = e.id AND t.attempt = e.attempt
+                    CROSS JOIN LATERAL jsonb_array_elements(t.version_spans) span
+                   WHERE e.run_id = :run_id AND e.state IN ('NEW', 'READY', 'SAMPLED')
+            """
+        ),
+        {"run_id": run_id},
+    )
+    return frozenset(numbers.scalars())
+
+
+def _version(row: Row[Any]) -> PolicyVersion:
+    fields = dict(row._mapping)
+    train = TrainConfig.model_validate(fields.pop("train"))
+    return PolicyVersion(**fields, adapters_kept=train.adapters_kept)

@@ -18,6 +18,7 @@ from common.db.engines import EngineRow
 from common.db.episodes import Claim
 from common.db.session import Database
 from common.episode import FinishReason, Sampled, Stage
+from common.weight_cache import WeightCache
 from common.weights import WeightStore, version_name
 from tests.unit.workers.waiting import until
 from workers.engine_client import EngineClient
@@ -40,6 +41,7 @@ class Scene:
         self.client = client
         self.store = store
         self.engine = engine
+        self.cache = WeightCache(store.root / "cache")
         self.pool = EnginePool(client, self.rows, wait_s=5)
         with database.begin() as conn:
             self.run = runs.open_run(conn, CONFIG)
@@ -64,7 +66,7 @@ class Scene:
 
     @asynccontextmanager
     async def keeping(self) -> AsyncIterator[None]:
-        keeper = WeightKeeper(self.database, self.client, owner="keeper", poll_s=POLL_S)
+        keeper = WeightKeeper(self.database, self.client, owner="keeper", poll_s=POLL_S, cache=self.cache)
         task = asyncio.create_task(keeper.run())
         yield
         task.cancel()
@@ -200,6 +202,7 @@ async def test_a_refused_adapter_leaves_the_old_one_serving(scene: Scene) -> Non
         scene.engine.accept = lambda path: "LoRA rank 64 is greater than max_lora_rank 8"
         scene.publish(1)
         await until(lambda: scene.stored.failures == 1)
+        assert (scene.stored.num_loads, scene.stored.num_refusals, scene.stored.num_failures) == (1, 1, 0)
         assert (scene.stored.version, scene.stored.state) == (0, "SERVING")
         assert "LoRA rank 64 is greater" in scene.stored.error
         assert versions_of(await scene.turn()) == [0]
@@ -214,7 +217,8 @@ async def test_a_damaged_adapter_reaches_no_engine(scene: Scene) -> None:
     path = scene.publish(1)
     (path / FILE).write_bytes(b"w")
     async with scene.keeping():
-        await until(lambda: scene.stored.failures >= 2)
+        await until(lambda: scene.stored.num_refusals >= 2)
+        assert scene.stored.failures == 0
         assert (scene.stored.version, scene.stored.state) == (0, "SERVING")
         assert f"{FILE} has 1 bytes, published were 2" in scene.stored.error
         assert set(scene.engine.adapters) == {"run-a/000000"}

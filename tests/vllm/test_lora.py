@@ -20,6 +20,7 @@ from common.db.engines import EngineRow, EngineStatus
 from common.db.episodes import Claim
 from common.db.session import Database
 from common.episode import Sampled, Stage
+from common.weight_cache import WeightCache
 from common.weights import WeightStore, version_name
 from deploy.engine_probe import check_engine
 from deploy.vllm import lora_plan
@@ -61,7 +62,7 @@ class Scene:
             self.run = runs.open_run(conn, RunConfig(name=RUN, model=tiny, rollout=rollout, train=TRAIN))
             engines.register(conn, engine, run_id=self.run.id)
         self.pool = EnginePool(client, self._rows, wait_s=60)
-        self.keeper = WeightKeeper(database, client, owner="keeper", poll_s=0.2)
+        self.keeper = WeightKeeper(database, client, owner="keeper", poll_s=0.2, cache=WeightCache(folder / "cache"))
 
     def _rows(self, run_id: int) -> list[EngineRow]:
         with self.database.begin() as conn:
