@@ -10,7 +10,8 @@ from typing import Any
 from uuid import uuid4
 
 import pytest
-from sqlalchemy import Row, text
+from fsspec.implementations.memory import MemoryFileSystem
+from sqlalchemy import Connection, Row, text
 
 from common.config import RunConfig, TrainConfig
 from common.db import engines, runs, versions
@@ -18,8 +19,9 @@ from common.db.engines import EngineRow
 from common.db.episodes import Claim
 from common.db.session import Database
 from common.episode import FinishReason, Sampled, Stage
+from common.object_store import ObjectStore
 from common.weight_cache import WeightCache
-from common.weights import WeightStore, version_name
+from common.weights import Published, VersionStore, WeightStore, version_name
 from tests.unit.workers.waiting import until
 from workers.engine_client import EngineClient
 from workers.engine_pool import EnginePool
@@ -51,18 +53,21 @@ class Scene:
         with self.database.begin() as conn:
             return engines.serving(conn, run_id)
 
-    def publish(self, number: int) -> Path:
-        published = self.store.publish(
+    def publish(self, number: int, *, store: VersionStore | None = None) -> Published:
+        published = (store or self.store).publish(
             self.run.name, number, lambda folder: (folder / FILE).write_bytes(b"w" * (number + 1))
         )
         with self.database.begin() as conn:
             versions.publish(conn, self.run.id, number, published)
-        return published.path
+        return published
 
     @property
     def stored(self) -> Row[Any]:
         with self.database.begin() as conn:
             return conn.execute(text("SELECT * FROM engine")).one()
+
+    def stored_id(self, conn: Connection) -> int:
+        return int(conn.execute(text("SELECT id FROM engine")).scalar_one())
 
     @asynccontextmanager
     async def keeping(self) -> AsyncIterator[None]:
@@ -214,7 +219,7 @@ async def test_a_damaged_adapter_reaches_no_engine(scene: Scene) -> None:
     scene.publish(0)
     async with scene.keeping():
         await scene.until_serving(0)
-    path = scene.publish(1)
+    path = scene.publish(1).path
     (path / FILE).write_bytes(b"w")
     async with scene.keeping():
         await until(lambda: scene.stored.num_refusals >= 2)
@@ -224,12 +229,13 @@ async def test_a_damaged_adapter_reaches_no_engine(scene: Scene) -> None:
         assert set(scene.engine.adapters) == {"run-a/000000"}
 
 
-async def test_an_engine_whose_own_weights_were_exchanged_gets_no_work(scene: Scene) -> None:
-    scene.engine.version = "run-b/000004"
+@pytest.mark.parametrize("name", ["run-b/000004", "loading"])
+async def test_an_engine_whose_own_weights_were_exchanged_gets_no_work(scene: Scene, name: str) -> None:
+    scene.engine.version = name
     scene.publish(0)
     async with scene.keeping():
         await until(lambda: scene.stored.state == "QUARANTINED")
-    assert "has weights run-b/000004, and adapters belong on start weights" in scene.stored.error
+    assert f"has weights {name}, and adapters belong on start weights" in scene.stored.error
     assert scene.stored.version is None
     assert not scene.engine.adapters
 
@@ -240,6 +246,37 @@ async def test_a_name_that_another_folder_has_is_taken_from_it(scene: Scene) -> 
     scene.publish(0)
     async with scene.keeping():
         await scene.until_serving(0)
+
+
+async def test_adapters_in_a_bucket_are_loaded_from_the_cache_and_stay_there_as_long_as_they_may_be_read(
+    scene: Scene,
+) -> None:
+    bucket = ObjectStore("memory://adapters")
+    async with scene.keeping():
+        for number in range(8):
+            scene.publish(number, store=bucket)
+            await until(lambda number=number: scene.stored.version == number)
+        await scene.until_held(5, 6, 7)
+        last = scene.engine.adapters["run-a/000007"]
+    assert scene.stored.num_loads == 8
+    assert Path(last).parent == scene.store.root / "cache"
+    # Two for each that an engine of this run keeps, as of the moment at which the last was fetched.
+    assert {entry.name[:6] for entry in Path(last).parent.iterdir() if entry.is_dir()} == {
+        f"{number:06d}" for number in range(1, 8)
+    }
+    MemoryFileSystem.store.clear()
+
+
+def test_the_folders_that_an_engine_may_read_again_are_needed(scene: Scene) -> None:
+    for number in range(12):
+        scene.publish(number)
+    with scene.database.begin() as conn:
+        engines.own(conn, "keeper", lease_s=60)
+        engines.serves(conn, scene.stored_id(conn), owner="keeper", version=8)
+        assert versions.needed(conn, scene.run.id) == set(range(3, 9))
+        engines.starts_loading(conn, scene.stored_id(conn), owner="keeper", version=9)
+        assert versions.needed(conn, scene.run.id) == set(range(3, 10))
+        assert {version.number for version in versions.loadable(conn)} == set(range(3, 10))
 
 
 async def test_an_engine_that_was_left_paused_is_resumed(scene: Scene) -> None:

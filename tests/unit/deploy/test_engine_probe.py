@@ -126,6 +126,8 @@ async def test_sglang_is_told_apart(stub: Stub) -> None:
     assert await check(stub, temperature=0.7) is EngineKind.SGLANG
     with pytest.raises(SetupError, match=r"set rollout\.top_p = 1, it is 0\.9"):
         await check(stub, top_p=0.9)
+    with pytest.raises(SetupError, match=r"is SGLang: the run trains an adapter \(train\.lora_rank\)"):
+        await check(stub, lora=True)
     stub.answers["/generate"] = (200, {"output_ids": [5], "meta_info": {}})
     with pytest.raises(SetupError, match="without id, log-prob and weight_versions"):
         await check(stub)

@@ -127,9 +127,10 @@ def test_another_model_than_the_adapter_asked_for_is_never_trained(model: str | 
         parse_adapter(model=model)
 
 
-def test_an_adapter_over_other_weights_than_the_start_is_never_trained() -> None:
-    spans = [{"version": "default", "start": 0, "end": 2}, {"version": "run-b/000001", "start": 2, "end": 3}]
-    with pytest.raises(Unversioned, match="has weights run-b/000001 under adapter run-a/000007"):
+@pytest.mark.parametrize("name", ["run-b/000001", "loading"])
+def test_an_adapter_over_other_weights_than_the_start_is_never_trained(name: str) -> None:
+    spans = [{"version": "default", "start": 0, "end": 2}, {"version": name, "start": 2, "end": 3}]
+    with pytest.raises(Unversioned, match=f"has weights {name} under adapter run-a/000007"):
         parse_adapter(model="run-a/000007", weight_versions=spans)
 
 
