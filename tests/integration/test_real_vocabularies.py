@@ -17,6 +17,7 @@ TOOL = ToolSpec(
 )
 CALL = ToolCall(name="look", arguments={"at": "\u5de6 \u00e9"})
 
+
 @pytest.fixture(scope="module")
 def qwen() -> Tokenizer:
     return HYBRID.dress(byte_model(shipped_ranks("qwen"), ignore_merges=False))

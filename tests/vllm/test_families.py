@@ -13,6 +13,8 @@ from tests.vllm.episodes import SAMPLINGS, Played, RunStage, TappedClient, compa
 from tests.vllm.relay import Relay, relay
 from tests.vllm.serving import RUN
 from tests.vllm.warm_models import FAMILIES, Family, make_warm_model
+from workers.render import Renderer
+from workers.render.of_run import renderer_of
 
 NUM_EPISODES = 100
 """With enough turns, for each way of sampling."""
@@ -55,6 +57,7 @@ async def test_each_family_trains_what_the_engine_was_sent_and_sampled(
         )
         found.check(num_episodes=NUM_EPISODES)
         assert call_share >= MIN_CALL_SHARE
+        assert num_other_ends(episodes, renderer_of(config)) > 0
         # Else the test could not tell ids that were kept from ids of the same text.
         assert drift_share > 0 or temperature < 1
 
@@ -62,6 +65,12 @@ async def test_each_family_trains_what_the_engine_was_sent_and_sampled(
 def num_calling(episodes: list[Played]) -> int:
     """Turns in which the family's parser found calls."""
     return sum(bool(turn.messages[0].tool_calls) for played in episodes for turn in played.turns)
+
+
+def num_other_ends(episodes: list[Played], renderer: Renderer) -> int:
+    """Turns that stopped at another token than the one that closes a turn."""
+    ends = [turn.sampled.ids[-1] for played in episodes for turn in played.turns]
+    return sum(end in renderer.stop_ids and end != renderer.close_id for end in ends)
 
 
 def num_drifting(episodes: list[Played], tokenizer: Tokenizer) -> int:

@@ -36,6 +36,8 @@ NOISE = 0.02
 """Share of tokens that are drawn from the whole vocabulary at temperature 1."""
 UNFINISHED = 0.8
 """Share of third turns that call the tool again."""
+OTHER_ENDS = 0.1
+"""Share of turns that end with the last of the family's stop tokens: then the suffix begins with the close token."""
 THOUGHTS = ("so", "weigh e\u0301 \u00e9", "\u6f22\u5b57 first", "\U0001f469\u200d\U0001f4bb left")
 
 
@@ -149,11 +151,12 @@ def _dialogues(family: Family, renderer: Renderer, tokenizer: Tokenizer) -> Iter
             calls = index < 2 or (index == 2 and rng.random() < UNFINISHED)
             expression = f"{rng.randint(0, 99)} {rng.choice('+-')} {rng.randint(0, 99)}" if calls else None
             said = tokenizer.encode(family.turn(expression, rng.choice(THOUGHTS)), add_special_tokens=False).ids
-            ids += [*said, renderer.close_id]
-            mask += [True] * (len(said) + 1)
+            said.append(renderer.stop_ids[-1] if rng.random() < OTHER_ENDS else renderer.close_id)
+            ids += said
+            mask += [True] * len(said)
             if not calls:
                 break
-            suffix = renderer.suffix([Message(role="tool", content=str(rng.randint(0, 99)))])
+            suffix = renderer.suffix([Message(role="tool", content=str(rng.randint(0, 99)))], after=said)
             ids += suffix
             mask += [False] * len(suffix)
         yield Dialogue(ids=ids, mask=mask)
