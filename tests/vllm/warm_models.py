@@ -17,6 +17,7 @@ import torch
 from pydantic import JsonValue
 from tokenizers import Tokenizer
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers.utils.logging import disable_progress_bar
 
 from common.config import RenderConfig
 from common.episode import Message
@@ -32,7 +33,7 @@ NUM_DIALOGUES = 64
 NUM_STEPS = 48
 BATCH_SIZE = 8
 LEARNING_RATE = 1e-2
-NOISE = 0.02
+NOISE = 0.01
 """Share of tokens that are drawn from the whole vocabulary at temperature 1."""
 UNFINISHED = 0.8
 """Share of third turns that call the tool again."""
@@ -113,6 +114,7 @@ def make_warm_model(family: Family, folder: Path) -> Path:
     tokenizer = family.tokenizer()
     family.published.write(folder, tokenizer=tokenizer)
     renderer = Renderer.from_folder(folder, template_kwargs=family.template_kwargs)
+    disable_progress_bar()
     torch.manual_seed(0)
     model = _new_model(family, tokenizer, eos_id=renderer.close_id)
     _train(model, list(_dialogues(family, renderer, tokenizer)))
