@@ -40,7 +40,7 @@ async def test_each_family_trains_what_the_engine_was_sent_and_sampled(
     server = servers.take(family.name)
     for temperature, top_p in SAMPLINGS:
         rollout = RolloutConfig(
-            temperature=temperature, top_p=top_p, max_turns=3, max_tokens_per_turn=48, on_format_error="tell"
+            temperature=temperature, top_p=top_p, max_turns=3, max_tokens_per_turn=56, on_format_error="tell"
         )
         config = RunConfig(name=RUN, model=server.model, rollout=rollout, render=family.render)
         async with TappedClient(timeout_s=120) as client:

@@ -33,13 +33,13 @@ NUM_DIALOGUES = 64
 NUM_STEPS = 48
 BATCH_SIZE = 8
 LEARNING_RATE = 1e-2
-NOISE = 0.01
+NOISE = 0.005
 """Share of tokens that are drawn from the whole vocabulary at temperature 1."""
 UNFINISHED = 0.8
 """Share of third turns that call the tool again."""
 OTHER_ENDS = 0.1
 """Share of turns that end with the last of the family's stop tokens: then the suffix begins with the close token."""
-THOUGHTS = ("so", "weigh e\u0301 \u00e9", "\u6f22\u5b57 first", "\U0001f469\u200d\U0001f4bb left")
+THOUGHTS = ("so", "weigh e\u0301 \u00e9", "\u6f22\u5b57 first", "\U0001f333 left")
 
 
 @dataclass(frozen=True, kw_only=True)
