@@ -49,8 +49,8 @@ async def attack(session: SandboxSession, command: str, *, timeout_s: float = 20
 
 
 def call_number(name: str) -> int:
-    numbers = {**seccomp._NOT_PERMITTED, **seccomp._NOT_THERE}[name]
-    number = numbers[seccomp._ARCHITECTURES[os.uname().machine][1]]
+    numbers = {**seccomp.NOT_PERMITTED, **seccomp.NOT_THERE}[name]
+    number = numbers[seccomp.ARCHITECTURES[os.uname().machine][1]]
     assert number is not None
     return number
 

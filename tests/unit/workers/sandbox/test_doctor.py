@@ -8,10 +8,10 @@ from workers.sandbox.backend import FolderBackend
 from workers.sandbox.doctor import backends, main, node
 
 
-def test_walls_that_stand(walled: FolderBackend, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_walls_that_stand(bubblewrap: FolderBackend, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--data-dir", str(tmp_path)]) == 0
     printed = capsys.readouterr().out
-    for word in (walled.name, "restricted", "user namespaces", "control groups", "seccomp", "gVisor", "walls here"):
+    for word in ("bubblewrap", "restricted", "user namespaces", "control groups", "seccomp", "gVisor", "walls here"):
         assert word in printed
     assert list((tmp_path / "sandboxes").iterdir()) == []
 
