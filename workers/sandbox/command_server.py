@@ -149,6 +149,7 @@ class Command:
         self._deadline = time.monotonic() + request["timeout_s"]
         self._cpu_before_s = _reaped_cpu_s()
         self._killed_before = _killed_for_memory()
+        self._inodes_before = server.num_inodes()
         self._exit_code: int | None = None
         self._kept = bytearray()
         self._num_bytes = 0
@@ -240,6 +241,8 @@ class Command:
         cpu_s = sum(process.cpu_s for process in processes) + _reaped_cpu_s() - self._cpu_before_s
         if cpu_s > self._server.limits["cpu_s"]:
             return "cpu"
+        if self._server.has_too_many_files(self._inodes_before):
+            return "disk"
         most = self._server.limits["memory_bytes"]
         # Forked processes share pages, and each of them counts those as its own: ask for the parts, which is slow.
         over = sum(process.resident_bytes for process in processes) > most
@@ -417,7 +420,18 @@ class Server:
     def full_disk(self) -> str | None:
         """`disk` when the sandbox can hold no byte or no file more."""
         rooms = map(os.statvfs, self._disks)
-        return "disk" if any(room.f_bfree == 0 or room.f_ffree == 0 for room in rooms) else None
+        full = any(room.f_bfree == 0 or room.f_ffree == 0 for room in rooms)
+        return "disk" if full or self.has_too_many_files(0) else None
+
+    def num_inodes(self) -> int:
+        """Files of the sandbox where the kernel does not limit them; else 0."""
+        if not self.limits["num_inodes"]:
+            return 0
+        return sum(room.f_files - room.f_ffree for room in map(os.statvfs, self._disks))
+
+    def has_too_many_files(self, before: int) -> bool:
+        """Whether there are more files than there may be, and more than before: it must be possible to remove some."""
+        return self.num_inodes() > max(before, self.limits["num_inodes"])
 
     def processes(self) -> list[ProcStat]:
         """Those of the command."""

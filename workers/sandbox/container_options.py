@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from docker.types import LogConfig, Ulimit
+from docker.types import LogConfig
 
 from workers.sandbox import container_start, seccomp_profile
 from workers.sandbox.container_engine import EngineFacts
@@ -52,7 +52,6 @@ def host_options(
         "pids_limit": num_processes(limits),
         "nano_cpus": int(min(limits.cpus, facts.num_cpus) * 1e9),
         "cpu_shares": CPU_WEIGHT,
-        "ulimits": [Ulimit(name="core", soft=0, hard=0)],
         # A worker that dies leaves no container: its server ends when its input does.
         "auto_remove": True,
         # What the server answers is no log.
@@ -69,7 +68,7 @@ def process_options(labels: Mapping[str, str]) -> dict[str, Any]:
         "stdin_open": True,
         "user": f"{USER}:{USER}",
         "hostname": "sandbox",
-        "working_dir": "/workspace",
+        "working_dir": "/",
         "environment": {"HOME": "/workspace", "USER": "agent", "LANG": "C.UTF-8", "TERM": "dumb"},
         # An image's own check would be a process in the sandbox that nobody asked for.
         "healthcheck": {"test": ["NONE"]},

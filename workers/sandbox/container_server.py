@@ -98,8 +98,8 @@ class ContainerServer:
             raise ServerLost("it was removed while it started")
 
     def _launch(self, folder: Path) -> tuple[socket.socket, bytes]:
-        greeting = self._greeting(folder)
         container = self._make()
+        greeting = self._greeting(folder)
         stream = self._engine.attach(container)
         try:
             self._engine.start(container, self._image)

@@ -75,6 +75,12 @@ def write(files: dict[str, str]) -> None:
             file.write(text)
 
 
+def refuse(why: str) -> NoReturn:
+    """Say it on standard error."""
+    sys.stderr.write(why + "\n")
+    sys.exit(3)
+
+
 def main() -> NoReturn:
     """Ends with exit code 3 and one line on standard error where commands are not to run."""
     (length,) = struct.unpack(">I", read_exactly(4))
@@ -82,13 +88,15 @@ def main() -> NoReturn:
     if given["walls"] is not None:
         missing = missing_walls(**given["walls"])
         if missing is not None:
-            sys.stderr.write("the engine did not apply what was asked for: " + missing + "\n")
-            sys.exit(3)
+            refuse("the engine did not apply what was asked for: " + missing)
+    for folder in given["folders"]:
+        if not os.access(folder, os.W_OK):
+            refuse(folder + " can't be written: Podman keeps the mode of the image's own folder, so make it 1777 there")
+    os.chdir(given["folders"][0])
     try:
         write(given["files"])
     except OSError as error:
-        sys.stderr.write("cannot write the sandbox's files: %s\n" % error)
-        sys.exit(3)
+        refuse("cannot write the sandbox's files: %s" % error)
     server: dict[str, Any] = {"__name__": "command_server"}
     exec(compile(given["server"], "command_server.py", "exec"), server)
     sys.exit(server["main"](["0", "1", given["config"]]))

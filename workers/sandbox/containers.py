@@ -179,10 +179,14 @@ class Containers:
         }
         # gVisor's kernel is its own, and shows none of the host's control groups and filters.
         walls = {"memory_bytes": memory_bytes(self._limits), "num_processes": num_processes(self._limits)}
+        is_podman = self._facts is not None and self._facts.is_podman
         given = {
+            "folders": [*DISKS, STATE],
             "walls": None if self._runtime == GVISOR else walls,
             "files": files,
             "server": server_source().decode(),
-            "config": server_config(self._limits, state_folder=STATE, disks=DISKS, kernel_processes=0),
+            "config": server_config(
+                self._limits, state_folder=STATE, disks=DISKS, kernel_processes=0, counts_files=is_podman
+            ),
         }
         return json.dumps(given).encode()

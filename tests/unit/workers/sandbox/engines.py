@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import subprocess
@@ -62,19 +63,22 @@ def started(kind: str, folder: Path) -> Iterator[Engine]:
     argv, environment = (_docker if kind == "docker" else _podman)(folder)
     log = folder / "log"
     outside = ("setpriv", "--pdeathsig", "TERM", "unshare", "--mount", "--propagation=private", "sh", "-c", DISK, "sh")
-    with log.open("wb") as output, subprocess.Popen(
-        [*outside, str(DATA_BYTES), str(data), *argv],
-        stdout=output,
-        stderr=output,
-        stdin=subprocess.DEVNULL,
-        start_new_session=True,
-        env={**os.environ, **environment},
-    ) as process:
+    with (
+        log.open("wb") as output,
+        subprocess.Popen(
+            [*outside, str(DATA_BYTES), str(data), *argv],
+            stdout=output,
+            stderr=output,
+            stdin=subprocess.DEVNULL,
+            start_new_session=True,
+            env={**os.environ, **environment},
+        ) as process,
+    ):
         try:
             url = f"unix://{folder}/sock"
             _wait(url, process, log)
-            _load(kind, url, folder)
             prefix = "" if kind == "docker" else "localhost/"
+            _load(url, folder, prefix)
             yield Engine(kind=kind, url=url, process=process, data=data, prefix=prefix)
         finally:
             process.terminate()
@@ -119,11 +123,13 @@ def _wait(url: str, process: subprocess.Popen[bytes], log: Path) -> None:
             engine.close()
 
 
-def _load(kind: str, url: str, folder: Path) -> None:
+def _load(url: str, folder: Path, prefix: str) -> None:
     engine = ContainerEngine(url)
+    client = engine._client()
     for name, with_python in (("agent", True), ("no-python", False)):
         tar = folder / f"{name}.tar"
         image.make(tar, with_python=with_python)
-        engine._client().import_image_from_file(str(tar), repository=name, tag="1")
+        said = client.import_image_from_file(str(tar))
+        client.tag(json.loads(said.splitlines()[0])["status"], f"{prefix}{name}", "1")
         tar.unlink()
     engine.close()

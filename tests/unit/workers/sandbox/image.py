@@ -28,7 +28,7 @@ def make(tar: Path, *, with_python: bool = True) -> None:
         Path(found).resolve() for name in names if (found := shutil.which(name, path="/usr/bin:/bin:/usr/sbin"))
     ]
     with tarfile.open(tar, "w") as image:
-        for folder in ("tmp", "workspace", "etc", "proc", "sys", "dev", "run"):
+        for folder in ("tmp", "etc", "proc", "sys", "dev", "run"):
             _folder(image, folder)
         for name in ("bin", "sbin", "lib", "lib64"):
             if Path("/", name).is_symlink():
@@ -70,7 +70,7 @@ def _libraries(programs: list[Path]) -> set[Path]:
 
 def _folder(image: tarfile.TarFile, name: str) -> None:
     entry = tarfile.TarInfo(name)
-    entry.type, entry.mode = tarfile.DIRTYPE, 0o755
+    entry.type, entry.mode = tarfile.DIRTYPE, 0o1777 if name == "tmp" else 0o755
     image.addfile(entry)
 
 
