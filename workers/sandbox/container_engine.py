@@ -68,6 +68,7 @@ class ContainerEngine:
         self.url = url
         self._lock = threading.Lock()
         self._connected: docker.APIClient | None = None
+        self._facts: EngineFacts | None = None
         self._pulled: set[str] = set()
         """Images that `always` has pulled: once a process."""
 
@@ -79,7 +80,15 @@ class ContainerEngine:
             client.close()
 
     def facts(self) -> EngineFacts:
-        """Raises EpisodeError."""
+        """Asked for once, since Podman takes seconds to say so, and anew after it did not answer.
+
+        Raises EpisodeError.
+        """
+        if self._facts is None:
+            self._facts = self._ask()
+        return self._facts
+
+    def _ask(self) -> EngineFacts:
         with self._told("its description"):
             client = self._client()
             version, info = client.version(), client.info()
@@ -194,6 +203,7 @@ class ContainerEngine:
             ) from error
         except (requests.exceptions.RequestException, DockerException, OSError) as error:
             self.close()
+            self._facts = None
             if "Permission denied" in str(error):
                 raise self._failed("may not be used by this user: put it into the engine's group (docker)") from error
             raise self._failed(

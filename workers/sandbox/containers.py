@@ -59,7 +59,6 @@ class Containers:
         # A start and an end block a thread each, so as many ends as starts go on at once.
         self._threads = ThreadPoolExecutor(2 * num_starts, thread_name_prefix="containers")
         self._lock = threading.Lock()
-        self._facts: EngineFacts | None = None
         self._proven: set[str] = set()
         """Ids of images whose containers start, and within walls."""
 
@@ -155,10 +154,9 @@ class Containers:
         )
 
     def _make(self, name: str, handle: str, image: str) -> str:
-        if self._facts is None:
-            self._facts = self.engine.facts()
-        file = self._profile_file(self._facts) if self._facts.is_podman else None
-        host = host_options(self._limits, self._facts, runtime=self._runtime, profile_file=file)
+        facts = self.engine.facts()
+        file = self._profile_file(facts) if facts.is_podman else None
+        host = host_options(self._limits, facts, runtime=self._runtime, profile_file=file)
         return self.engine.create(name, image, host=host, **process_options(self.records.labels(handle)))
 
     def _profile_file(self, facts: EngineFacts) -> Path:
@@ -179,7 +177,7 @@ class Containers:
         }
         # gVisor's kernel is its own, and shows none of the host's control groups and filters.
         walls = {"memory_bytes": memory_bytes(self._limits), "num_processes": num_processes(self._limits)}
-        is_podman = self._facts is not None and self._facts.is_podman
+        is_podman = self.engine.facts().is_podman
         given = {
             "folders": [*DISKS, STATE],
             "walls": None if self._runtime == GVISOR else walls,

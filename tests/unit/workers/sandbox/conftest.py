@@ -16,7 +16,6 @@ from tests.unit.workers.sandbox import engines
 from tests.unit.workers.sandbox.engines import Engine
 from workers.sandbox.backend import FolderBackend
 from workers.sandbox.bubblewrap import Bubblewrap
-from workers.sandbox.container_engine import ContainerEngine
 from workers.sandbox.container_records import DATA_DIR
 from workers.sandbox.containers import Containers
 from workers.sandbox.folder import SandboxFolders
@@ -106,7 +105,7 @@ def podman(folders: SandboxFolders, podman_engine: Engine) -> Iterator[Container
 
 def containers(folders: SandboxFolders, engine: Engine, limits: Limits | None = None) -> Iterator[Containers]:
     """The backend for an engine, with its image; nothing is left of its containers."""
-    made = Containers(folders, ContainerEngine(engine.url), image=engine.agent, pull="never", limits=limits)
+    made = Containers(folders, engine.client, image=engine.agent, pull="never", limits=limits)
     made._proven.add(made.engine.image(engine.agent, pull="never").id)
     yield made
     left = made.engine.ours([f"{DATA_DIR}={folders.root.parent}"])

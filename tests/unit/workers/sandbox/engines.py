@@ -28,7 +28,7 @@ class Engine:
     """A running engine that has the images AGENT and NO_PYTHON."""
 
     kind: str
-    url: str
+    client: ContainerEngine
     process: subprocess.Popen[bytes]
     """The service itself."""
     data: Path
@@ -76,10 +76,11 @@ def started(kind: str, folder: Path) -> Iterator[Engine]:
     ):
         try:
             url = f"unix://{folder}/sock"
-            _wait(url, process, log)
+            client = _wait(url, process, log)
             prefix = "" if kind == "docker" else "localhost/"
-            _load(url, folder, prefix)
-            yield Engine(kind=kind, url=url, process=process, data=data, prefix=prefix)
+            _load(client, folder, prefix)
+            yield Engine(kind=kind, client=client, process=process, data=data, prefix=prefix)
+            client.close()
         finally:
             process.terminate()
             try:
@@ -107,24 +108,21 @@ def _podman(folder: Path) -> tuple[list[str], dict[str, str]]:
     return ["podman", "system", "service", "--time=0", f"unix://{folder}/sock"], environment
 
 
-def _wait(url: str, process: subprocess.Popen[bytes], log: Path) -> None:
+def _wait(url: str, process: subprocess.Popen[bytes], log: Path) -> ContainerEngine:
     deadline = time.monotonic() + START_S
+    engine = ContainerEngine(url)
     while True:
-        engine = ContainerEngine(url)
         try:
             engine.facts()
-        except Exception as error:  # noqa: BLE001 - whatever it says before it is up
+        except Exception as error:
             if process.poll() is not None or time.monotonic() > deadline:
                 raise RuntimeError(f"{error}\n{log.read_text()[-2000:]}") from error
             time.sleep(0.1)
         else:
-            return
-        finally:
-            engine.close()
+            return engine
 
 
-def _load(url: str, folder: Path, prefix: str) -> None:
-    engine = ContainerEngine(url)
+def _load(engine: ContainerEngine, folder: Path, prefix: str) -> None:
     client = engine._client()
     for name, with_python in (("agent", True), ("no-python", False)):
         tar = folder / f"{name}.tar"
@@ -132,4 +130,3 @@ def _load(url: str, folder: Path, prefix: str) -> None:
         said = client.import_image_from_file(str(tar))
         client.tag(json.loads(said.splitlines()[0])["status"], f"{prefix}{name}", "1")
         tar.unlink()
-    engine.close()
