@@ -8,8 +8,9 @@ from __future__ import annotations
 import os
 import socket
 import threading
+import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -23,6 +24,7 @@ from common.outcomes import Outcome
 Pull = Literal["missing", "always", "never"]
 ANSWER_TIMEOUT_S = 60
 """For one request; pulling an image may be silent for as long."""
+REMOVE_WAIT_S, REMOVE_POLL_S = 10.0, 0.05
 REACH_TIMEOUT_S = 5.0
 NUM_CONNECTIONS = 16
 
@@ -163,14 +165,19 @@ class ContainerEngine:
             self._client().start(container)
 
     def remove(self, container: str) -> None:
-        """End it and all in it; nothing if it is gone. Raises EpisodeError."""
-        with self._told(f"removing container {container}"), suppress(NotFound):
-            try:
-                self._client().remove_container(container, force=True, v=True)
-            except APIError as error:
-                # Its own end has begun that already.
-                if error.status_code != 409 or "in progress" not in str(error.explanation):
-                    raise
+        """End it and all in it, and wait until it is gone; nothing if it is. Raises EpisodeError."""
+        deadline = time.monotonic() + REMOVE_WAIT_S
+        with self._told(f"removing container {container}"):
+            while True:
+                try:
+                    self._client().remove_container(container, force=True, v=True)
+                except NotFound:
+                    return
+                except APIError:
+                    # An engine that removes it already, since it ended, refuses in words of its own.
+                    if time.monotonic() > deadline:
+                        raise
+                    time.sleep(REMOVE_POLL_S)
 
     def ours(self, labels: Sequence[str]) -> list[Container]:
         """Containers with all these labels. Raises EpisodeError."""

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
 CGROUPS = "/sys/fs/cgroup"
 MEMORY_FILES = (CGROUPS + "/memory.max", CGROUPS + "/memory/memory.limit_in_bytes")
+ROOTLESS = " (rootless engines need control groups v2 that are delegated to them)"
 PROCESSES_FILES = (CGROUPS + "/pids.max", CGROUPS + "/pids/pids.max")
 
 
@@ -48,9 +49,9 @@ def missing_walls(memory_bytes: int, num_processes: int) -> str | None:
     if os.getuid() == 0:
         return "commands would run as root"
     if not at_most(MEMORY_FILES, memory_bytes):
-        return "there is no limit of memory"
+        return "there is no limit of memory" + ROOTLESS
     if not at_most(PROCESSES_FILES, num_processes):
-        return "there is no limit of processes"
+        return "there is no limit of processes" + ROOTLESS
     return None
 
 

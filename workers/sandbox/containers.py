@@ -155,6 +155,12 @@ class Containers:
 
     def _make(self, name: str, handle: str, image: str) -> str:
         facts = self.engine.facts()
+        if facts.is_podman and self._runtime is not None:
+            raise EpisodeError(
+                Outcome.SANDBOX_FAILED,
+                f"{facts.name} takes no runtime over its service, and would not use {self._runtime}: unset "
+                "ROLLMILL_SANDBOX_RUNTIME, or use Docker Engine",
+            )
         file = self._profile_file(facts) if facts.is_podman else None
         host = host_options(self._limits, facts, runtime=self._runtime, profile_file=file)
         return self.engine.create(name, image, host=host, **process_options(self.records.labels(handle)))
