@@ -6,7 +6,8 @@ Legend: R rows of a step, B rows of a batch, L positions of a row.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -44,6 +45,8 @@ class Row:
     """A leaf."""
     mask_L: torch.Tensor
     advantage: float
+    episode: int
+    """Rows of one episode have one advantage and one weight in the loss."""
 
     def __len__(self) -> int:
         return len(self.mask_L)
@@ -78,19 +81,26 @@ def objectives() -> list[TrainConfig]:
     return [TrainConfig.model_validate({key: value for part in kind for key, value in part.items()}) for kind in kinds]
 
 
-def random_rows(*, num_rows: int, seed: int) -> list[Row]:
-    """Rows of 2 to 40 positions of several turns, some without any sampled token; a third has advantage 0."""
+def random_rows(*, num_rows: int, seed: int, num_episodes: int | None = None) -> list[Row]:
+    """Rows of 2 to 40 positions of several turns, some without any sampled token; a third has advantage 0.
+
+    They belong to `num_episodes` episodes, in turn; None = one each.
+    """
     generator = torch.Generator().manual_seed(seed)
+    advantages: list[float] = []
 
     def noise(length: int, *, scale: float) -> torch.Tensor:
         return scale * torch.randn(length, generator=generator)
 
     rows = []
     for index in range(num_rows):
+        episode = index % (num_episodes or num_rows)
         length = int(torch.randint(2, 41, (1,), generator=generator))
         mask_L = torch.rand(length, generator=generator) < (0.0 if index % 7 == 6 else 0.6)
         behaviour_L = -torch.rand(length, generator=generator) * 3 - 0.1
         anchor_L = behaviour_L + noise(length, scale=0.2)
+        if episode == len(advantages):
+            advantages.append(0.0 if index % 3 == 2 else float(noise(1, scale=1.0)))
         row = Row(
             logprobs_L=_poisoned(anchor_L + noise(length, scale=0.3), mask_L),
             behaviour_L=_poisoned(behaviour_L, mask_L),
@@ -98,7 +108,8 @@ def random_rows(*, num_rows: int, seed: int) -> list[Row]:
             reference_L=_poisoned(behaviour_L + noise(length, scale=0.3), mask_L),
             entropies_L=_poisoned(torch.rand(length, generator=generator) * 2, mask_L),
             mask_L=mask_L,
-            advantage=0.0 if index % 3 == 2 else float(noise(1, scale=1.0)),
+            advantage=advantages[episode],
+            episode=episode,
         )
         rows.append(row.to(torch.float32))
     return rows
@@ -108,12 +119,13 @@ def compute(rows: Sequence[Row], *, batches: Sequence[Sequence[int]], train: Tra
     """Loss and gradients of a step whose rows come in the given batches, each padded by `extra` positions more."""
     for row in rows:
         row.logprobs_L.grad = row.entropies_L.grad = None
-    totals = StepTotals(
-        num_tokens=sum(int(row.mask_L.sum()) for row in rows), num_episodes=sum(bool(row.mask_L.any()) for row in rows)
-    )
+    tokens: Counter[int] = Counter()
+    for row in rows:
+        tokens[row.episode] += int(row.mask_L.sum())
+    totals = StepTotals(num_tokens=tokens.total(), num_episodes=sum(map(bool, tokens.values())))
     loss = torch.zeros((), dtype=rows[0].logprobs_L.dtype)
     for batch in batches:
-        part = batch_loss([rows[index] for index in batch], totals=totals, train=train, extra=extra)
+        part = batch_loss([rows[i] for i in batch], tokens=tokens, totals=totals, train=train, extra=extra)
         part.backward()
         loss += part.detach()
     return Computed(loss=loss, gradients=gradients(rows))
@@ -125,8 +137,10 @@ def gradients(rows: Sequence[Row]) -> tuple[torch.Tensor, ...]:
     return tuple(torch.zeros_like(leaf) if leaf.grad is None else leaf.grad.clone() for leaf in leaves)
 
 
-def batch_loss(rows: Sequence[Row], *, totals: StepTotals, train: TrainConfig, extra: int = 0) -> torch.Tensor:
-    """[] the loss of some rows of a step, padded with NaN to one length."""
+def batch_loss(
+    rows: Sequence[Row], *, tokens: Mapping[int, int], totals: StepTotals, train: TrainConfig, extra: int = 0
+) -> torch.Tensor:
+    """[] the loss of some rows of a step, padded with NaN to one length; `tokens` are those of each episode."""
     length = max(len(row) for row in rows) + extra
 
     def padded(parts: Iterator[torch.Tensor], *, fill: float) -> torch.Tensor:
@@ -142,6 +156,7 @@ def batch_loss(rows: Sequence[Row], *, totals: StepTotals, train: TrainConfig, e
         train=train,
         reference_logprobs_BL=padded((row.reference_L for row in rows), fill=torch.nan),
         entropies_BL=padded((row.entropies_L for row in rows), fill=torch.nan),
+        episode_tokens_B=torch.tensor([tokens[row.episode] for row in rows]),
     )
     return loss_B.sum()
 

@@ -25,6 +25,7 @@ TINY_MODELS = Path(__file__).parent / "models"
 
 SandboxKind = Literal["bubblewrap", "docker", "restricted"]
 """docs/sandbox.md says what keeps commands in with each. `restricted` has no walls."""
+InFlight = Literal["keep", "wait", "abort"]
 Advantage = Literal["grpo", "dr_grpo", "rloo", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "pass_at_k"]
 
 
@@ -60,6 +61,12 @@ class RolloutConfig(Section):
     """Model calls per episode."""
     max_tokens_per_turn: int = Field(default=40, ge=1)
     """Sampled tokens per turn."""
+    max_row_tokens: int | None = Field(default=None, ge=2)
+    """Ids of a training row, prompts and sampled: the turn that fills it ends the episode, as does a prompt that leaves
+    no room in it (token_limit). None = the policy's context is the only limit (context_limit)."""
+    compact_tokens: int | None = Field(default=None, ge=1)
+    """A prompt of more ids is first given to the handler's `compact`, which may shorten the conversation; the turn then
+    begins a new training row. None = never."""
     temperature: float = Field(default=1.0, gt=0, le=2)
     """Sampling temperature; greedy sampling has no log-probs to train on, and vLLM takes none above 2."""
     top_p: float = Field(default=1.0, gt=0, le=1)
@@ -71,8 +78,30 @@ class RolloutConfig(Section):
     """Time budget of an episode in INIT, queue time excluded; then the attempt has failed."""
     eval_timeout_s: float = Field(default=300.0, gt=0)
     """Time budget of an episode in EVAL, queue time excluded; then EVAL is tried again."""
+    in_flight: InFlight = "keep"
+    """What new weights do to requests under way: they go on with them, and have tokens of both versions; the engine is
+    loaded when they are done; or they end at once and are asked for again, with what is left of their tokens."""
     on_format_error: Literal["end", "tell"] = "end"
     """What a turn does that cannot be parsed: end the episode, or be answered with the error as a tool result."""
+
+    @model_validator(mode="after")
+    def _compacts_in_time(self) -> Self:
+        if self.max_row_tokens is not None and (self.compact_tokens or 0) >= self.max_row_tokens:
+            raise ValueError(
+                f"compact_tokens = {self.compact_tokens} must be less than max_row_tokens = {self.max_row_tokens}: "
+                "no prompt would ever be compacted"
+            )
+        return self
+
+    def max_sampled(self, num_prompt: int) -> int:
+        """Ids that may be sampled after a prompt of `num_prompt`; less than 1 = none."""
+        if self.max_row_tokens is None:
+            return self.max_tokens_per_turn
+        return min(self.max_tokens_per_turn, self.max_row_tokens - num_prompt)
+
+    def needs_compacting(self, num_prompt: int) -> bool:
+        """Whether a prompt of so many ids is first given to the handler's `compact`."""
+        return self.compact_tokens is not None and num_prompt > self.compact_tokens
 
 
 class RenderConfig(Section):
@@ -81,7 +110,8 @@ class RenderConfig(Section):
     family: Literal["qwen3", "qwen2.5", "llama3", "chatml", "generic"] | None = None
     """Whose turn ends and tool calls the model has; None = told by its vocabulary."""
     keep_thinking: bool = True
-    """Leave the thinking of earlier turns in the prompt, as sampled; False refuses a template that would drop it."""
+    """Leave the thinking of earlier turns in the prompt, as sampled. False = show earlier turns as the chat template
+    does: where that drops their thinking, the turn begins a new training row."""
     template_kwargs: dict[str, JsonValue] = Field(default_factory=dict)
     """Variables for the chat template in every render alike, such as enable_thinking."""
 
@@ -97,6 +127,9 @@ class TrainConfig(Section):
     """Largest allowed (version being trained - oldest version among an episode's tokens). 0 = synchronous."""
     minibatches: int = Field(default=2, ge=1)
     """Optimizer steps per training step."""
+    keep_version_every: int | None = Field(default=None, ge=1)
+    """Every n-th version stays in the weight store; None = all but the newest max_staleness + 2 are deleted once no
+    engine and no episode that goes on names them. Version 0 always stays."""
     learning_rate: float = Field(default=1e-3, gt=0)
     warmup_steps: int = Field(default=5, ge=0)
     """Training steps of linear warm-up; then linear decay to half."""

@@ -223,8 +223,12 @@ class Turn:
 
     index: int
     """0, 1, 2 … within the attempt."""
+    sample: int = 0
+    """The training row it belongs to: 0, and one more with each prompt that does not go on from all ids before."""
     suffix_ids: tuple[int, ...]
-    """[S] ids appended to the prompt before this turn (turn 0: the whole first prompt). Loss mask 0."""
+    """[S] ids appended to the prompt before this turn (where a sample begins: the whole prompt). Loss mask 0."""
+    compacted: tuple[Message, ...] | None = None
+    """What the handler left of the conversation before this turn; None = all of it."""
     sampled: Sampled
     messages: tuple[Message, ...]
     """The assistant's message and the tool results that followed it."""
@@ -245,6 +249,8 @@ class Turn:
 class TurnTokens:
     """A turn as the trainer reads it."""
 
+    sample: int = 0
+    """The training row of the episode that it belongs to."""
     suffix_ids: np.ndarray
     """[S] int32; loss mask 0."""
     sampled_ids: np.ndarray

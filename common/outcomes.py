@@ -13,7 +13,7 @@ class Outcome(StrEnum):
     TURN_LIMIT = "turn_limit"
     """The agent used all its turns without a final answer."""
     TOKEN_LIMIT = "token_limit"
-    """A turn reached its token limit before the agent closed it."""
+    """A turn reached its token limit before the agent closed it, or the training row has no room for another."""
     CONTEXT_LIMIT = "context_limit"
     """The next prompt would not fit the policy's context; the turns so far are kept."""
     FORMAT_ERROR = "format_error"

@@ -35,6 +35,12 @@ class Settings(BaseSettings):
     for it, None = unknown; from then on it is an argument of the queues, None = a day."""
     data_dir: Path = Path(".rollmill")
     """Weights, checkpoints, sandboxes, logs; the embedded database too. Shared by the fleets and the trainer."""
+    weights_url: str | None = Field(default=None, pattern="^[a-z][a-z0-9+.-]*://")
+    """Where the trainer publishes versions, such as s3://bucket/prefix, through fsspec and the driver that it names
+    (s3fs, gcsfs, …, installed in trainer and RUN); None = folder `weights` in data_dir."""
+    weights_cache_dir: Path | None = None
+    """Where RUN puts versions that it fetches from such a store, for engines to load: a folder that keepers and
+    engines see under this path, and no other database uses. None = folder `weights-cache` in data_dir."""
     lease_s: float = Field(default=15.0, gt=0)
     """How long a claim holds without a heartbeat. Work of a dead worker is taken up again after it."""
     heartbeat_s: float = Field(default=3.0, gt=0)
@@ -81,6 +87,11 @@ class Settings(BaseSettings):
     def _can_be_waited_for(cls, value: object, info: ValidationInfo) -> object:
         check_time(info.field_name, value)
         return value
+
+    @property
+    def weights_cache(self) -> Path:
+        """Folder of the versions that were fetched."""
+        return (self.weights_cache_dir or self.data_dir / "weights-cache").resolve()
 
     def require_database_url(self) -> str:
         if self.database_url is None:

@@ -1,6 +1,7 @@
-"""Weight versions on a shared folder: `weights/<run>/000007` holds safetensors and a manifest, whole or not at all.
+"""Weight versions in a shared folder: `weights/<run>/000007` holds safetensors and a manifest, whole or not at all.
 
-The trainer publishes, then commits the `policy_version` row; weight keepers verify and load.
+The trainer publishes, then commits the `policy_version` row; weight keepers verify and load. Other stores behind the
+same protocol are in object_store.py.
 """
 
 from __future__ import annotations
@@ -8,22 +9,36 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 import shutil
 import struct
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from common.errors import RollmillError
 
 MANIFEST = "manifest.json"
+LOADING = "loading"
+"""An engine's version while weights are exchanged. No run's: whatever dies in between, no token gets a wrong one."""
+_ENTRY = re.compile(r"(?P<draft>\.draft-)?(?P<number>[0-9]{6,})(?(draft)-.+)")
+"""Name of a version's folder, or of one that is being written."""
 
 
-class WeightsDamaged(RollmillError):
-    """A version's folder does not match its manifest. The message names the file and both values."""
+class WeightsError(RollmillError):
+    """A version can't be had from its store. No engine is to blame, and what is served goes on being served."""
+
+
+class WeightsDamaged(WeightsError):
+    """A version is not what its manifest says. The message names the file and both values."""
+
+
+class WeightsUnavailable(WeightsError):
+    """The store does not answer, or refuses; trying again may help. The message names it and what it said."""
 
 
 class FileEntry(BaseModel):
@@ -53,10 +68,16 @@ class Manifest(BaseModel):
 
 @dataclass(frozen=True, kw_only=True)
 class Published:
-    """A version that lies on the store, whole."""
+    """A version that lies in the store, whole."""
 
-    path: Path
+    location: str
+    """Path of its folder, or the URL below which its objects lie."""
     manifest_sha256: str
+
+    @property
+    def path(self) -> Path:
+        """Its folder, where the store is one."""
+        return folder_of(self.location)
 
 
 def version_name(run: str, number: int) -> str:
@@ -70,6 +91,36 @@ def parse_version_name(name: str) -> tuple[str, int] | None:
     return (run, int(number)) if run and number.isdigit() else None
 
 
+def is_url(location: str) -> bool:
+    """Whether a version lies in an object store, and is fetched before engines load it."""
+    return "://" in location
+
+
+def folder_of(location: str) -> Path:
+    """The folder of a version that lies in one."""
+    assert not is_url(location), f"{location} is no folder"
+    return Path(location)
+
+
+class VersionStore(Protocol):
+    """Where the trainer publishes. Its methods raise WeightsUnavailable when it does not answer."""
+
+    def publish(self, run: str, number: int, write: Callable[[Path], None]) -> Published:
+        """Let `write` fill an empty folder, then make its content the version, whole or not at all.
+
+        Publishing a number again is allowed: what was there can only come from a step that was never marked done.
+        """
+
+    def check(self, location: str, manifest_sha256: str) -> None:
+        """Raise WeightsDamaged unless engines can load the version that lies there."""
+
+    def prune(self, run: str, *, keep_from: int, keep: Collection[int] = ()) -> list[int]:
+        """Delete the run's versions below `keep_from`, but for 0 and those of `keep`; returns their numbers.
+
+        Deletes also what publishing versions that old left behind when it was killed.
+        """
+
+
 class WeightStore:
     """Versions below one folder that the trainer and the engines share."""
 
@@ -80,10 +131,7 @@ class WeightStore:
         return self.root / version_name(run, number)
 
     def publish(self, run: str, number: int, write: Callable[[Path], None]) -> Published:
-        """Let `write` fill an empty draft folder, then make it the version: manifest, fsync, rename.
-
-        An existing folder of the same number is replaced: it can only come from a step that was never marked done.
-        """
+        """Let `write` fill an empty draft folder, then make it the version: manifest, fsync, rename."""
         target = self.path(run, number)
         target.parent.mkdir(parents=True, exist_ok=True)
         draft = Path(tempfile.mkdtemp(prefix=f".draft-{number:06d}-", dir=target.parent))
@@ -100,16 +148,27 @@ class WeightStore:
         except BaseException:
             shutil.rmtree(draft, ignore_errors=True)
             raise
-        return Published(path=target, manifest_sha256=hashlib.sha256(manifest).hexdigest())
+        return Published(location=str(target), manifest_sha256=hashlib.sha256(manifest).hexdigest())
 
-    def prune(self, run: str, *, keep_from: int) -> list[int]:
-        """Delete the versions of a run below `keep_from`, except 0; returns their numbers."""
-        folder = self.root / run
-        numbers = sorted(int(entry.name) for entry in folder.iterdir() if entry.name.isdigit())
-        doomed = [number for number in numbers if 0 < number < keep_from]
-        for number in doomed:
-            shutil.rmtree(self.path(run, number))
-        return doomed
+    def check(self, location: str, manifest_sha256: str) -> None:
+        """Read all of the version. Raises WeightsDamaged."""
+        if is_url(location):
+            raise WeightsDamaged(f"{location} does not lie in folder {self.root}, where versions now belong")
+        verify(Path(location), manifest_sha256)
+
+    def prune(self, run: str, *, keep_from: int, keep: Collection[int] = ()) -> list[int]:
+        """Delete old versions and drafts; see VersionStore."""
+        doomed = {}
+        for entry in (self.root / run).iterdir():
+            found = _ENTRY.fullmatch(entry.name)
+            if found is None:
+                continue
+            number, is_draft = int(found["number"]), found["draft"] is not None
+            if number < keep_from and (is_draft or (number > 0 and number not in keep)):
+                doomed[entry] = None if is_draft else number
+        for entry in doomed:
+            shutil.rmtree(entry)
+        return sorted(number for number in doomed.values() if number is not None)
 
 
 def describe(folder: Path) -> Manifest:
@@ -134,16 +193,31 @@ def verify(folder: Path, manifest_sha256: str) -> Manifest:
         raw = (folder / MANIFEST).read_bytes()
     except OSError as error:
         raise WeightsDamaged(f"{folder / MANIFEST} cannot be read: {error.strerror}") from None
-    found = hashlib.sha256(raw).hexdigest()
-    if found != manifest_sha256:
-        raise WeightsDamaged(f"{folder / MANIFEST} has sha256 {found[:12]}…, published was {manifest_sha256[:12]}…")
-    try:
-        manifest = Manifest.model_validate_json(raw)
-    except ValidationError as error:
-        raise WeightsDamaged(f"{folder / MANIFEST} is not a manifest: {error.errors()[0]['msg']}") from None
+    manifest = parse_manifest(raw, manifest_sha256, what=str(folder / MANIFEST))
     for name, entry in manifest.files.items():
         _verify_file(folder / name, entry)
     return manifest
+
+
+def parse_manifest(raw: bytes, manifest_sha256: str, *, what: str) -> Manifest:
+    """The manifest in these bytes. Raises WeightsDamaged unless they are those that the database vouches for."""
+    check_sha256(hashlib.sha256(raw).hexdigest(), manifest_sha256, what=what)
+    try:
+        return Manifest.model_validate_json(raw)
+    except ValidationError as error:
+        raise WeightsDamaged(f"{what} is not a manifest: {error.errors()[0]['msg']}") from None
+
+
+def check_size(size_bytes: int, entry: FileEntry, *, what: str) -> None:
+    """Raise WeightsDamaged unless a file is as long as it was published."""
+    if size_bytes != entry.size_bytes:
+        raise WeightsDamaged(f"{what} has {size_bytes} bytes, published were {entry.size_bytes}")
+
+
+def check_sha256(found: str, published: str, *, what: str) -> None:
+    """Raise WeightsDamaged unless a file's bytes are those that were published."""
+    if found != published:
+        raise WeightsDamaged(f"{what} has sha256 {found[:12]}…, published was {published[:12]}…")
 
 
 def _verify_file(path: Path, entry: FileEntry) -> None:
@@ -151,11 +225,8 @@ def _verify_file(path: Path, entry: FileEntry) -> None:
         size = path.stat().st_size
     except OSError as error:
         raise WeightsDamaged(f"{path} cannot be read: {error.strerror}") from None
-    if size != entry.size_bytes:
-        raise WeightsDamaged(f"{path} has {size} bytes, published were {entry.size_bytes}")
-    found = _sha256(path)
-    if found != entry.sha256:
-        raise WeightsDamaged(f"{path} has sha256 {found[:12]}…, published was {entry.sha256[:12]}…")
+    check_size(size, entry, what=str(path))
+    check_sha256(_sha256(path), entry.sha256, what=str(path))
 
 
 def read_safetensors_header(path: Path) -> dict[str, TensorEntry]:

@@ -24,6 +24,7 @@ from deploy.engine_commands import engine_app
 from deploy.handlers import check_handler
 from deploy.options import DataDir, settings_for
 from deploy.sandbox import sandbox_app
+from deploy.templates import check_template
 
 DEMO_STALL_LIMIT_S = 300.0
 
@@ -172,7 +173,7 @@ def sql(
 ) -> None:
     """Ask the database: a table on a terminal, tab-separated values in a pipe.
 
-    Views: samples, reward_by_version, staleness, episode_timings, failures_by_kind, stage_throughput.
+    Views: samples, turns, reward_by_version, staleness, episode_timings, failures_by_kind, stage_throughput.
     """
     settings = settings_for(data_dir)
     from common.db.examples import ask
@@ -346,7 +347,8 @@ def _with_tasks(config: RunConfig) -> RunConfig:
 
 
 def _with_handler(config: RunConfig) -> RunConfig:
-    """The configuration. Raises SetupError for a handler that nobody has registered, or that cannot be loaded."""
+    """The configuration. Raises SetupError for a handler that nobody has registered, or that cannot be loaded, and for
+    a model whose prompts could not be made."""
     known = sorted(entry_points(group="rollmill.handlers").names)
     if ":" not in config.handler and config.handler not in known:
         raise SetupError(
@@ -354,6 +356,7 @@ def _with_handler(config: RunConfig) -> RunConfig:
             "an own one is given as package.module:Class"
         )
     check_handler(config)
+    check_template(config)
     return config
 
 

@@ -73,16 +73,24 @@ def add(url: Url, run: RunName, model_name: ModelName = MODEL_NAME, data_dir: Da
     settings = settings_for(data_dir)
     from common.db import engines, runs
     from deploy.access import live_database
-    from deploy.engine_probe import check_engine, normal_url
+    from deploy.engine_probe import REMARKS, check_engine, normal_url
 
     address = normal_url(url)
     with live_database(settings) as database:
         with database.begin() as conn:
             found = runs.require(conn, run)
-        check_engine(address, model=found.config.model, served_name=model_name)
+        kind = check_engine(
+            address,
+            model=found.config.model,
+            served_name=model_name,
+            temperature=found.config.rollout.temperature,
+            top_p=found.config.rollout.top_p,
+        )
         with database.begin() as conn:
             engines.register(conn, address, run_id=found.id)
     _say(f"engine {address} serves run {run}: its keeper loads the newest version within seconds")
+    if remark := REMARKS.get(kind):
+        _say(remark)
 
 
 @engine_app.command(name="list")

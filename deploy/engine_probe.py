@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import http.client
 import json
-import urllib.error
-import urllib.request
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -13,14 +10,24 @@ from urllib.parse import urlsplit
 from tokenizers import Tokenizer
 
 from common.errors import SetupError
+from deploy.engine_ask import EngineKind, ask, asked
 
-TIMEOUT_S = 10.0
 GENERATE = "/inference/v1/generate"
+COMPLETIONS = "/v1/completions"
+SGLANG_GENERATE = "/generate"
 PROBE_TEXT = 'Sum up 3 + 14: naïve <b>x_1</b>\n\t{"α": [15, 92]} ½'
 """Words, digits, spaces, markup and bytes beyond ASCII: tokenizers that differ at all differ here."""
 NO_FOLDER = "/rollmill/no-such-version"
-_OPENER = urllib.request.build_opener(urllib.request.ProxyHandler({}))
-"""Engines stand nearby: no proxy of the environment is asked."""
+REMARKS = {
+    EngineKind.VLLM_COMPLETIONS: "it has no generate route, so it is asked through /v1/completions, and a turn during "
+    "which a version was loaded counts as the older one's; --enable-scale-out opens the route",
+    EngineKind.SGLANG: "it is SGLang: this has been tested against the shapes of its answers, not on a GPU yet",
+}
+"""What to know of an engine that is not vLLM with everything open."""
+ONE_TOKEN = 1e-6
+"""As top-p only the likeliest token is left. Its log-prob is 0 where log-probs are of what was sampled from."""
+MAX_CERTAIN = 1e-3
+"""How far from 0 that log-prob may be."""
 
 
 def normal_url(url: str) -> str:
@@ -35,33 +42,50 @@ def normal_url(url: str) -> str:
     return f"{parts.scheme}://{parts.netloc}"
 
 
-def check_engine(url: str, *, model: Path, served_name: str) -> None:
-    """Return if the engine is up, serves `served_name`, and fits the model folder and what the keeper will ask of it.
+def check_engine(
+    url: str, *, model: Path, served_name: str, temperature: float = 1.0, top_p: float = 1.0
+) -> EngineKind:
+    """Return what it is if it is up, serves `served_name`, and fits the model folder, the run's way of sampling
+    (`temperature`, `top_p`) and what the keeper will ask of it.
 
     Raises SetupError that names the first thing that is missing, and what to do.
     """
-    _check_up(url)
-    _check_name(url, served_name)
     vocab_size = read_vocab_size(model)
-    _check_generate(url, token_id=vocab_size - 1)
-    _check_vocabulary(url, vocab_size=vocab_size, model=model)
+    _check_rows(model, vocab_size)
+    kind = _find_kind(url)
+    _check_up(url, kind)
+    _check_name(url, served_name)
+    if kind is EngineKind.SGLANG:
+        # What lies beyond its vocabulary would end it, so only ids that every model has are asked for.
+        _check_sglang(url, top_p=top_p)
+    else:
+        kind = _check_generate(url, token_id=vocab_size - 1, exact=temperature != 1.0 or top_p != 1.0)
+        _check_vocabulary(url, kind, vocab_size=vocab_size, model=model)
     _check_tokenizer(url, model=model, served_name=served_name)
-    _check_hot_load(url)
+    if kind is not EngineKind.SGLANG:
+        _check_hot_load(url)
+    return kind
 
 
 def num_requests(url: str) -> int | None:
     """Requests that run or wait on the engine; None = it does not answer."""
     try:
-        with _OPENER.open(url + "/metrics", timeout=TIMEOUT_S) as answer:
-            lines = answer.read().decode().splitlines()
-    except OSError:
+        status, text = ask(url, "/metrics", as_text=True)
+    except SetupError:
         return None
-    counted = ("vllm:num_requests_running{", "vllm:num_requests_waiting{")
+    names = (
+        "vllm:num_requests_running",
+        "vllm:num_requests_waiting",
+        "sglang:num_running_reqs",
+        "sglang:num_queue_reqs",
+    )
+    counted = tuple(f"{name}{{" for name in names)
+    lines = str(text).splitlines() if status == 200 else []
     return round(sum(float(line.rpartition(" ")[2]) for line in lines if line.startswith(counted)))
 
 
 def read_vocab_size(model: Path) -> int:
-    """Of a checkpoint folder. Raises SetupError."""
+    """Rows of a checkpoint folder's embeddings. Raises SetupError."""
     try:
         size = json.loads((model / "config.json").read_text())["vocab_size"]
     except (OSError, ValueError, KeyError, TypeError):
@@ -69,23 +93,52 @@ def read_vocab_size(model: Path) -> int:
     return int(size)
 
 
-def _check_up(url: str) -> None:
-    status, detail = _ask(url, "/health")
+def _read_tokenizer(model: Path) -> Tokenizer:
+    try:
+        return Tokenizer.from_file(str(model / "tokenizer.json"))
+    except Exception as error:  # noqa: BLE001 - the library raises nothing narrower
+        raise SetupError(f"{model / 'tokenizer.json'} cannot be read: {error}") from None
+
+
+def _check_rows(model: Path, vocab_size: int) -> None:
+    largest = max(_read_tokenizer(model).get_vocab(with_added_tokens=True).values(), default=0)
+    if largest >= vocab_size:
+        raise SetupError(
+            f"model {model} cannot be used: its tokenizer has ids up to {largest}, its embeddings {vocab_size} rows"
+        )
+
+
+def _find_kind(url: str) -> EngineKind:
+    status, reply = ask(url, "/weight_info")
+    if status == 200 and asked(reply, "weight_version") is not None:
+        return EngineKind.VLLM
+    other, reply = ask(url, "/model_info")
+    if other == 200 and asked(reply, "weight_version") is not None:
+        return EngineKind.SGLANG
+    if ask(url, "/health")[0] != 200 and ask(url, "/v1/models")[0] != 200:
+        raise SetupError(f"{url} answers, but is no engine: /health and /v1/models are none of its pages")
+    raise SetupError(
+        f"{url} answers, but has no /weight_info (status {status}): it is no vLLM 0.32 or newer with "
+        "VLLM_SERVER_DEV_MODE=1, and no SGLang 0.5.23 or newer"
+    )
+
+
+def _check_up(url: str, kind: EngineKind) -> None:
+    if kind is EngineKind.SGLANG:
+        status, detail = ask(url, "/ready")
+        if status != 200:
+            raise SetupError(f"engine {url} is starting up or paused: /ready answers {status}: {detail}")
+        return
+    status, detail = ask(url, "/health")
     if status != 200:
         raise SetupError(f"engine {url} is not healthy: /health answers {status}: {detail}")
-    status, reply = _ask(url, "/weight_info")
-    if status != 200 or not isinstance(reply, dict) or "weight_version" not in reply:
-        raise SetupError(
-            f"{url} answers, but has no /weight_info (status {status}): it is no vLLM 0.32 or newer with "
-            "VLLM_SERVER_DEV_MODE=1"
-        )
-    status, reply = _ask(url, "/is_paused")
-    if status == 200 and isinstance(reply, dict) and reply.get("is_paused"):
+    status, reply = ask(url, "/is_paused")
+    if status == 200 and asked(reply, "is_paused"):
         raise SetupError(f"engine {url} is paused: resume it first (POST {url}/resume)")
 
 
 def _check_name(url: str, served_name: str) -> None:
-    status, reply = _ask(url, "/v1/models")
+    status, reply = ask(url, "/v1/models")
     try:
         names = [card["id"] for card in reply["data"]]
     except (KeyError, TypeError):
@@ -97,25 +150,62 @@ def _check_name(url: str, served_name: str) -> None:
         )
 
 
-def _check_generate(url: str, *, token_id: int) -> None:
-    status, reply = _generate(url, token_id)
+def _check_generate(url: str, *, token_id: int, exact: bool) -> EngineKind:
+    """Which route gives an id and its log-prob. `exact`: the run samples from another distribution than the model's."""
+    kind = EngineKind.VLLM
+    status, reply = _generate(url, kind, token_id)
+    if status in (403, 404):
+        kind = EngineKind.VLLM_COMPLETIONS
+        status, reply = _generate(url, kind, token_id)
+        if status in (403, 404):
+            raise SetupError(f"engine {url} {GENERATE} answers {status}: start vLLM with --enable-scale-out")
     if status == 400 and "vocabulary" in str(reply):
         raise SetupError(f"engine {url} does not know token id {token_id}, the run's model does: {reply}")
-    if status in (403, 404):
-        raise SetupError(f"engine {url} {GENERATE} answers {status}: start vLLM with --enable-scale-out")
-    try:
-        choice = reply["choices"][0]
-        whole = len(choice["token_ids"]) == len(choice["logprobs"]["content"]) == 1 and choice["weight_versions"]
-    except (KeyError, TypeError, IndexError):
-        whole = False
-    if status != 200 or not whole:
+    logprob = _logprob(reply, kind)
+    if status != 200 or logprob is None:
+        path = GENERATE if kind is EngineKind.VLLM else COMPLETIONS
+        wanted = "id, log-prob and weight version" if kind is EngineKind.VLLM else "id and log-prob"
+        raise SetupError(f"engine {url} {path} answers {status} without {wanted}: {reply!r:.200}")
+    if exact and abs(logprob) > MAX_CERTAIN:
         raise SetupError(
-            f"engine {url} {GENERATE} answers {status} without id, log-prob and weight version: {reply!r:.200}"
+            f"engine {url} gives log-probs from before temperature and top-p, which the run sets: "
+            "start vLLM with --logprobs-mode processed_logprobs"
+        )
+    return kind
+
+
+def _logprob(reply: Any, kind: EngineKind) -> float | None:
+    """Of the one id that was asked for; None where the answer lacks what a capture needs."""
+    choice = asked(reply, "choices", 0)
+    ids = asked(choice, "token_ids") or []
+    if kind is EngineKind.VLLM:
+        logprobs = [asked(entry, "logprob") for entry in asked(choice, "logprobs", "content") or []]
+        if not asked(choice, "weight_versions"):
+            return None
+    else:
+        logprobs = asked(choice, "logprobs", "token_logprobs") or []
+    whole = len(ids) == len(logprobs) == 1 and isinstance(logprobs[0], int | float)
+    return float(logprobs[0]) if whole else None
+
+
+def _check_sglang(url: str, *, top_p: float) -> None:
+    if top_p < 1.0:
+        raise SetupError(
+            f"engine {url} is SGLang, whose log-probs leave top-p out: set rollout.top_p = 1, it is {top_p:g}"
+        )
+    body: dict[str, object] = {"input_ids": [0], "sampling_params": {"max_new_tokens": 1}, "return_logprob": True}
+    status, reply = ask(url, SGLANG_GENERATE, body)
+    ids, info = asked(reply, "output_ids") or [], asked(reply, "meta_info")
+    logprobs = asked(info, "output_token_logprobs") or []
+    if status != 200 or not len(ids) == len(logprobs) == 1 or not asked(info, "weight_versions"):
+        raise SetupError(
+            f"engine {url} {SGLANG_GENERATE} answers {status} without id, log-prob and weight_versions "
+            f"(SGLang 0.5.23 or newer): {reply!r:.200}"
         )
 
 
-def _check_vocabulary(url: str, *, vocab_size: int, model: Path) -> None:
-    status, _ = _generate(url, vocab_size)
+def _check_vocabulary(url: str, kind: EngineKind, *, vocab_size: int, model: Path) -> None:
+    status, _ = _generate(url, kind, vocab_size)
     if status == 200:
         raise SetupError(
             f"engine {url} serves another model: it knows token id {vocab_size}, "
@@ -125,15 +215,10 @@ def _check_vocabulary(url: str, *, vocab_size: int, model: Path) -> None:
 
 def _check_tokenizer(url: str, *, model: Path, served_name: str) -> None:
     """Where the engine can tell: a server of ids alone has no tokenizer."""
-    body = {"model": served_name, "prompt": PROBE_TEXT, "add_special_tokens": False}
-    status, reply = _ask(url, "/tokenize", body)
-    if status != 200 or not isinstance(reply, dict) or "tokens" not in reply:
-        return
-    try:
-        tokenizer = Tokenizer.from_file(str(model / "tokenizer.json"))
-    except Exception as error:  # noqa: BLE001 - the library raises nothing narrower
-        raise SetupError(f"{model / 'tokenizer.json'} cannot be read: {error}") from None
-    if reply["tokens"] != tokenizer.encode(PROBE_TEXT, add_special_tokens=False).ids:
+    body: dict[str, object] = {"model": served_name, "prompt": PROBE_TEXT, "add_special_tokens": False}
+    status, reply = ask(url, "/tokenize", body)
+    tokens = asked(reply, "tokens")
+    if status == 200 and tokens and tokens != _read_tokenizer(model).encode(PROBE_TEXT, add_special_tokens=False).ids:
         raise SetupError(
             f"engine {url} splits a text into other ids than {model / 'tokenizer.json'}: another tokenizer"
         )
@@ -141,36 +226,17 @@ def _check_tokenizer(url: str, *, model: Path, served_name: str) -> None:
 
 def _check_hot_load(url: str) -> None:
     """A folder that does not exist: whoever can load versions says so, and touches nothing."""
-    status, reply = _ask(url, "/collective_rpc", {"method": "load_version", "args": [NO_FOLDER, "probe"]})
-    results = reply.get("results") if isinstance(reply, dict) else None
-    if status != 200 or not results or not all(isinstance(one, dict) and one.get("ok") is False for one in results):
+    status, reply = ask(url, "/collective_rpc", {"method": "load_version", "args": [NO_FOLDER, "probe"]})
+    results = asked(reply, "results")
+    if status != 200 or not results or not all(asked(one, "ok") is False for one in results):
         raise SetupError(
             f"engine {url} cannot load versions (status {status}): start vLLM with VLLM_SERVER_DEV_MODE=1, "
             "--worker-extension-cls rollmill_vllm.WorkerExtension, and workers/engine/vllm_plugin on PYTHONPATH"
         )
 
 
-def _generate(url: str, token_id: int) -> tuple[int, Any]:
-    params = {"max_tokens": 1, "logprobs": 0}
-    return _ask(url, GENERATE, {"token_ids": [token_id], "sampling_params": params})
-
-
-def _ask(url: str, path: str, body: dict[str, object] | None = None) -> tuple[int, Any]:
-    """Status and body, parsed where it is JSON. Raises SetupError where nobody answers in time."""
-    data = None if body is None else json.dumps(body).encode()
-    request = urllib.request.Request(url + path, data=data, headers={"Content-Type": "application/json"})
-    try:
-        with _OPENER.open(request, timeout=TIMEOUT_S) as answer:
-            status, raw = answer.status, answer.read()
-    except urllib.error.HTTPError as error:
-        with error:
-            status, raw = error.code, error.read()
-    except (OSError, ValueError) as error:
-        reason = getattr(error, "reason", error)
-        raise SetupError(f"no engine answers at {url}{path}: {reason}") from None
-    except http.client.HTTPException as error:
-        raise SetupError(f"{url} does not speak HTTP: {type(error).__name__}") from None
-    try:
-        return status, json.loads(raw)
-    except ValueError:
-        return status, raw.decode(errors="replace")[:200]
+def _generate(url: str, kind: EngineKind, token_id: int) -> tuple[int, Any]:
+    params: dict[str, object] = {"max_tokens": 1, "logprobs": 0, "top_p": ONE_TOKEN}
+    if kind is EngineKind.VLLM:
+        return ask(url, GENERATE, {"token_ids": [token_id], "sampling_params": params})
+    return ask(url, COMPLETIONS, {"prompt": [token_id], "return_token_ids": True, **params})

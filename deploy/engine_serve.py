@@ -67,7 +67,13 @@ def serve_engine(service: Service, database: Database, *, console: Console) -> N
             _say(console, f"starting vLLM on {service.url} with {service.plan.model}; its log: {log_file}")
             with console.status("") as status:
                 supervisor.wait_ready(lambda waited_s: status.update(_progress(service, log_file, waited_s)))
-            check_engine(service.url, model=service.run.config.model, served_name=service.plan.served_name)
+            check_engine(
+                service.url,
+                model=service.run.config.model,
+                served_name=service.plan.served_name,
+                temperature=service.run.config.rollout.temperature,
+                top_p=service.run.config.rollout.top_p,
+            )
             with database.begin() as conn:
                 engines.register(conn, service.url, run_id=service.run.id)
             _say(console, f"engine {service.url} serves run {service.run.name}; Ctrl-C drains it")

@@ -43,6 +43,9 @@ class ProcessSpec:
     ready: Callable[[], bool] | None = None
     """Asked until it says yes; must answer within about a second. None = ready as soon as it runs."""
     ready_timeout_s: float = 30.0
+    lost_after_s: float | None = None
+    """A process that was ready and has not said so again for this long is killed and started anew, though it may still
+    run; None = it is believed. For programs that can hang in their own end."""
     restart: Restart = Restart.ALWAYS
     stop_signal: Signals = Signals.SIGTERM
     stop_timeout_s: float = 10.0

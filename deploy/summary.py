@@ -74,6 +74,8 @@ def figures(report: Report) -> list[tuple[str, str]]:
         ("handler's own errors", _times(handlers_own)),
         ("infrastructure errors", _times(others)),
     ]
+    if summary.histories_rewritten:
+        rows.append(("histories rewritten", f"{summary.histories_rewritten:,} times, each began a new training row"))
     if summary.step_trouble is not None:
         rows.append(("training", f"[bold red]{escape(short_failure(str(summary.step_trouble)))}[/]"))
     if summary.last_failure is not None:

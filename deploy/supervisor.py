@@ -33,6 +33,7 @@ POLL_S = 0.02
 KILLED_TIMEOUT_S = 5.0
 MAX_BACKOFF_S = 10.0
 REAP_EVERY_S = 1.0
+ASK_EVERY_S = 1.0
 PR_SET_CHILD_SUBREAPER = 36
 
 
@@ -98,6 +99,9 @@ class Unit:
         self.restart_at = 0.0
         self.start_s: float | None = None
         self.last_exit: str | None = None
+        self._asked_at = 0.0
+        self._answered_at = 0.0
+        """Both of time.monotonic, while it is UP."""
 
     @property
     def runs(self) -> bool:
@@ -117,12 +121,25 @@ class Unit:
         """STARTING becomes UP when the readiness check says yes."""
         if self.state is State.STARTING and (self.spec.ready is None or self.spec.ready()):
             self.state = State.UP
+            self._asked_at = self._answered_at = time.monotonic()
             self.start_s = time.monotonic() - self.process.started_at
             logger.info("process=%s pid=%d is up after %.2f s", self.spec.name, self.process.pid, self.start_s)
 
     def is_late(self) -> bool:
         waited_s = time.monotonic() - self.process.started_at
         return self.state is State.STARTING and waited_s > self.spec.ready_timeout_s
+
+    def is_lost(self) -> bool:
+        """Whether it was up and no longer answers; it is asked once in ASK_EVERY_S."""
+        spec, now = self.spec, time.monotonic()
+        if self.state is not State.UP or spec.lost_after_s is None or spec.ready is None:
+            return False
+        if now - self._asked_at < ASK_EVERY_S:
+            return False
+        if spec.ready():
+            self._answered_at = now
+        self._asked_at = time.monotonic()
+        return now - self._answered_at > spec.lost_after_s
 
     def failure(self, what: str) -> SetupError:
         """The error that names the process, its log and the log's last lines."""
@@ -231,6 +248,9 @@ class Supervisor:
                 self._note_end(unit, exit_code)
             elif unit.is_late():
                 logger.warning("process=%s was not ready in time; killing it", unit.spec.name)
+                unit.process.kill_group()
+            elif unit.is_lost():
+                logger.warning("process=%s no longer answers; killing it", unit.spec.name)
                 unit.process.kill_group()
             else:
                 unit.check_ready()

@@ -22,6 +22,8 @@ DEFAULT_PYTHON = ROOT / ".venv-engine" / "bin" / "python"
 START_TIMEOUT_S = 600.0
 """Of a large model on a cold disk. The tiny one is up in 15 s, on a busy machine in a minute."""
 STOP_TIMEOUT_S = 15.0
+LOST_AFTER_S = 20.0
+"""A server whose engine process died ends by itself, unless a request hangs in it: then it is there, deaf, for ever."""
 CPU_CACHE_BYTES = 256 << 20
 """Without a number vLLM's CPU build takes nearly all memory, or fails when it is in use."""
 PROBE_TIMEOUT_S = 30.0
@@ -92,6 +94,7 @@ def vllm_spec(plan: VllmPlan, *, name: str = "engine") -> ProcessSpec:
         env=_environment(build),
         ready=http_ok(plan.port, "/health"),
         ready_timeout_s=START_TIMEOUT_S,
+        lost_after_s=LOST_AFTER_S,
         stop_timeout_s=STOP_TIMEOUT_S,
         # When we are killed it ends its own engine process, which a kill would leave behind with all its memory.
         death_signal=Signals.SIGTERM,

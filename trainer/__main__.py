@@ -52,7 +52,13 @@ def run_trainer(config: RunConfig) -> bool:
         # Importing torch takes seconds: after the checks that do without.
         from trainer.loop import make_trainer
 
-        trainer = make_trainer(run, database, data_dir=settings().data_dir.resolve(), broker_url=broker_url)
+        trainer = make_trainer(
+            run,
+            database,
+            data_dir=settings().data_dir.resolve(),
+            weights_url=settings().weights_url,
+            broker_url=broker_url,
+        )
         stop = threading.Event()
         _on_stop(stop.set)
         return trainer.train(stop)

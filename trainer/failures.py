@@ -1,4 +1,4 @@
-"""What the trainer does when something fails: wait for a database that is away, note on a step why it failed."""
+"""What the trainer does when something fails: outlast a database or store that is away, note why a step failed."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from common.db import step_troubles
 from common.db.session import Database
 from common.db.steps import Step
 from common.errors import DatabaseUnavailable, SetupError
+from common.weights import WeightsUnavailable
 
 logger = logging.getLogger(__name__)
 
@@ -24,24 +25,25 @@ MAX_ERROR_CHARS = 300
 """An error of the driver names all its parameters; the whole of it is in the log."""
 
 
-def outlast_database(action: Callable[[], T], *, stop: threading.Event, limit_s: float) -> T | None:
-    """What `action` returns, called again while the database is away; None = `stop` was set meanwhile.
+def outlast_outage(action: Callable[[], T], *, stop: threading.Event, limit_s: float) -> T | None:
+    """What `action` returns, called again while database or weight store is away; None = `stop` was set meanwhile.
 
-    The commit of a call that failed may have arrived: `action` must bear being done already. Waits for the database,
-    for `limit_s`; then raises SetupError.
+    The commit of a call that failed may have arrived: `action` must bear being done already. Waits for whichever is
+    away, for `limit_s`; then raises SetupError.
     """
     deadline = time.monotonic() + limit_s
     while True:
         try:
             return action()
-        except DatabaseUnavailable as error:
+        except (DatabaseUnavailable, WeightsUnavailable) as error:
+            what = "database" if isinstance(error, DatabaseUnavailable) else "weight store"
             left_s = deadline - time.monotonic()
             if left_s <= 0:
                 raise SetupError(
-                    f"the database is away for {limit_s:.0f} s: {error}. Bring it back and start the trainer again; "
+                    f"the {what} is away for {limit_s:.0f} s: {error}. Bring it back and start the trainer again; "
                     "it goes on from the last version, and replays a step that is open"
                 ) from None
-            logger.warning("database away, trying for %.0f s more: %s", left_s, error)
+            logger.warning("%s away, trying for %.0f s more: %s", what, left_s, error)
         if stop.wait(min(AWAY_POLL_S, left_s)):
             return None
 

@@ -34,7 +34,8 @@ def importance(anchor_BL: torch.Tensor, behaviour_BL: torch.Tensor, *, train: Tr
     Yao et al. 2025, "Your efficient RL framework secretly brings you off-policy RL training" (TIS). Masked (MIS), and
     at the level of the sequence, where the weight is the product over the row's tokens: Liu et al. 2025, "When speed
     kills stability", the sections on token- and sequence-level correction. Masked on both sides: Ling team 2025,
-    "Every step evolves", the section on IcePop. Log-ratios are cut at MAX_LOG_RATIO.
+    "Every step evolves", the section on IcePop. The rows of one episode have a weight each. Log-ratios are cut at
+    MAX_LOG_RATIO.
     """
     log_ratio = anchor_BL - behaviour_BL
     if train.correction_level == "sequence":

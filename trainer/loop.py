@@ -24,21 +24,25 @@ from common.db import runs, steps, versions
 from common.db.runs import Run
 from common.db.session import Database
 from common.db.steps import ScoredGroup, Step, TrainedEpisode
-from common.errors import SetupError
+from common.errors import DatabaseUnavailable, SetupError
+from common.object_store import open_store
 from common.outcomes import Outcome
-from common.weights import Published, WeightsDamaged, WeightStore, verify
+from common.weights import Published, VersionStore, WeightsDamaged, WeightsError, WeightsUnavailable
 from trainer.advantages import Advantages, step_advantages
 from trainer.checkpoint import CheckpointStore
-from trainer.failures import noting_failures, outlast_database
+from trainer.failures import noting_failures, outlast_outage
 from trainer.policy import Policy
 from trainer.publish import announce, version_writer
 from trainer.rewards import group_rewards, is_trained
-from trainer.samples import Sample, make_sample, sample_digest
+from trainer.samples import Sample, make_samples, rows_by_episode, samples_digest
 from trainer.source import Work, wait_for_work
 
 logger = logging.getLogger(__name__)
 
-DATABASE_WAIT_S = 600.0
+OUTAGE_WAIT_S = 600.0
+NUM_KEPT = 2
+"""Versions that are never pruned, beside those that engines may still serve by the run's staleness: a keeper that is
+about to load one has not said so yet."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,19 +52,20 @@ class Trainer:
     run: Run
     database: Database
     policy: Policy
-    weights: WeightStore
+    weights: VersionStore
     checkpoints: CheckpointStore
     broker_url: str
-    database_wait_s: float = DATABASE_WAIT_S
-    """How long it waits for a database that is away when it has something to write; for groups it waits without end."""
+    outage_wait_s: float = OUTAGE_WAIT_S
+    """How long it waits for a database or weight store that is away when it has something to write; for groups it
+    waits without end."""
 
     def train(self, stop: threading.Event) -> bool:
         """Train until the run is over or `stop` is set; True = it is over."""
-        version = outlast_database(self.resume, stop=stop, limit_s=self.database_wait_s)
+        version = outlast_outage(self.resume, stop=stop, limit_s=self.outage_wait_s)
         if version is None:
             return False
         while version < self.run.config.train.num_versions:
-            work = wait_for_work(self.database, self.run, version=version, stop=stop, look_up=self.ensure_published)
+            work = wait_for_work(self.database, self.run, version=version, stop=stop, look_up=self.look_up)
             if work is None:
                 logger.info("stopped run=%d version=%d", self.run.id, version)
                 return not stop.is_set()
@@ -70,7 +75,7 @@ class Trainer:
                 logger.info("stopped in a step run=%d version=%d", self.run.id, version)
                 return not stop.is_set()
             version += 1
-        if outlast_database(self._finish, stop=stop, limit_s=self.database_wait_s) is None:
+        if outlast_outage(self._finish, stop=stop, limit_s=self.outage_wait_s) is None:
             return False
         logger.info("run finished run=%d version=%d", self.run.id, version)
         return True
@@ -94,7 +99,7 @@ class Trainer:
         version = 0 if newest is None else newest.number
         try:
             if newest is not None:
-                verify(newest.path, newest.manifest_sha256)
+                self.weights.check(newest.location, newest.manifest_sha256)
                 return
         except WeightsDamaged as error:
             logger.warning("publishing again run=%d version=%d: %s", self.run.id, version, error)
@@ -102,11 +107,18 @@ class Trainer:
         with self.database.begin() as conn:
             versions.publish(conn, self.run.id, version, published)
 
+    def look_up(self) -> None:
+        """While no groups come: can engines load the newest version at all?"""
+        try:
+            self.ensure_published()
+        except WeightsUnavailable as error:
+            logger.warning("engines can't be given weights run=%d: %s", self.run.id, error)
+
     def train_step(self, work: Work, stop: threading.Event) -> bool:
         """One step, from groups to a published version that is marked done with them.
 
-        False = the run was stopped meanwhile, or `stop` was set while the database was away: its weights are not
-        published. Raises SetupError when the database stays away; then, too, the step is open and will be replayed.
+        False = the run was stopped meanwhile, or `stop` was set while the database or the weight store was away: its
+        weights are no version. Raises SetupError when one stays away; then, too, the step is open and will be replayed.
         """
         version = work.step.version_in
         started = time.monotonic()
@@ -119,23 +131,42 @@ class Trainer:
         trained = time.monotonic()
         with _writing():
             self.checkpoints.save(version + 1, self.policy.state())
-        published = self.publish(version + 1)
+        published = outlast_outage(lambda: self.publish(version + 1), stop=stop, limit_s=self.outage_wait_s)
+        if published is None:
+            return False
         metrics |= {
             "wait_s": work.wait_s,
             "train_s": trained - started,
             "publish_s": time.monotonic() - trained,
         }
         trained_episodes, tries = account(samples, advantages), count(1)
-        done = outlast_database(
+        done = outlast_outage(
             lambda: self._finish_step(work.step, published, metrics, trained_episodes, repeated=next(tries) > 1),
             stop=stop,
-            limit_s=self.database_wait_s,
+            limit_s=self.outage_wait_s,
         )
         if not done:
             return False
         announce(self.broker_url, run_id=self.run.id, version=version + 1)
         _log_step(self.run.id, version + 1, metrics)
+        self.prune(version + 1)
         return True
+
+    def prune(self, newest: int) -> None:
+        """Delete versions that nobody needs any more. What can't be deleted now is the next step's to delete."""
+        kept = self.run.config.train.keep_version_every
+        try:
+            with self.database.begin() as conn:
+                needed = versions.needed(conn, self.run.id)
+            pruned = self.weights.prune(
+                self.run.name,
+                keep_from=newest - self.run.config.train.max_staleness - NUM_KEPT + 1,
+                keep=needed.union(range(0, newest, kept) if kept else ()),
+            )
+        except (DatabaseUnavailable, WeightsError, OSError) as error:
+            logger.warning("old versions not pruned run=%d newest=%d: %s", self.run.id, newest, error)
+        else:
+            logger.debug("pruned run=%d versions=%s", self.run.id, pruned)
 
     def _finish_step(
         self,
@@ -163,13 +194,19 @@ class Trainer:
             return self.weights.publish(self.run.name, version, write)
 
 
-def make_trainer(run: Run, database: Database, *, data_dir: Path, broker_url: str) -> Trainer:
-    """The trainer of a run, with its start weights loaded. Raises SetupError when the model folder holds none."""
+def make_trainer(
+    run: Run, database: Database, *, data_dir: Path, weights_url: str | None = None, broker_url: str
+) -> Trainer:
+    """The trainer of a run, with its start weights loaded.
+
+    Raises SetupError when the model folder holds none, or nothing here can open `weights_url`.
+    """
+    weights = open_store(weights_url, folder=data_dir / "weights")
     return Trainer(
         run=run,
         database=database,
         policy=Policy.load(run.config),
-        weights=WeightStore(data_dir / "weights"),
+        weights=weights,
         checkpoints=CheckpointStore(data_dir / "checkpoints", run.name),
         broker_url=broker_url,
     )
@@ -187,7 +224,7 @@ def prepare(
     `reference_kl` gives nats by episode id; it is asked only where train.kl = "reward".
     """
     of_agent = [[episode for episode in group.episodes if Outcome(episode.outcome).is_agent] for group in groups]
-    samples = [make_sample(episode) for group in of_agent for episode in group]
+    samples = [row for group in of_agent for episode in group for row in make_samples(episode)]
     kl_by_episode = reference_kl(samples) if train.kl == "reward" else {}
     rewards_of_groups = [
         group_rewards(episodes, group_id=group.group_id, train=train, kl_by_episode=kl_by_episode)
@@ -202,7 +239,8 @@ def prepare(
         "reward_mean": float(rewards.mean()),
         "reward_std": float(rewards.std()),
         "shaped_reward_mean": float(shaped.mean()),
-        "num_episodes": float(len(samples)),
+        "num_episodes": float(len(rewards)),
+        "num_rows": float(len(samples)),
         "num_tokens": float(len(lags)),
         "zero_variance_groups": float(advantages.zero_variance_groups),
         "singleton_groups": float(advantages.singleton_groups),
@@ -217,12 +255,12 @@ def account(samples: list[Sample], advantages: Advantages) -> list[TrainedEpisod
     """What is stored of each trained episode: above all the digest of the arrays that entered the loss."""
     return [
         TrainedEpisode(
-            episode_id=sample.episode_id,
-            digest=sample_digest(sample),
-            advantage=advantages.by_episode[sample.episode_id],
-            num_tokens=sample.num_tokens,
+            episode_id=episode_id,
+            digest=samples_digest(rows),
+            advantage=advantages.by_episode[episode_id],
+            num_tokens=sum(row.num_tokens for row in rows),
         )
-        for sample in samples
+        for episode_id, rows in rows_by_episode(samples)
     ]
 
 

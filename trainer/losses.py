@@ -1,6 +1,8 @@
 """The policy-gradient loss over tokens, and the figures that say whether it is healthy. Pure functions on tensors.
 
-Legend: B rows of a batch, L positions of a row. A row is one sequence: an episode, from prompt to end.
+Legend: B rows of a batch, L positions of a row. A row is one sequence: an episode from prompt to end, or a part of one
+whose history was rewritten. What belongs to an episode, its advantage and its weight, all its rows share; what belongs
+to a sequence (GSPO's ratio, importance weights of level "sequence") is of each row alone.
 """
 
 from __future__ import annotations
@@ -25,7 +27,7 @@ class StepTotals:
     num_tokens: int
     """Sampled tokens."""
     num_episodes: int
-    """Rows with sampled tokens."""
+    """Those with sampled tokens, however many rows they give."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,14 +94,16 @@ def policy_loss(
     train: TrainConfig,
     reference_logprobs_BL: torch.Tensor | None = None,
     entropies_BL: torch.Tensor | None = None,
+    episode_tokens_B: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, TokenStats]:
     """[B] Sum over a row's sampled tokens of the objective, negated, divided as train.average says.
 
     The loss of a step is the sum over all its rows, whatever the batches they come in. A row without mask gives 0.
     logprobs_BL and entropies_BL have the gradient; the others are constants. reference_logprobs_BL is needed where
     train.kl = "loss", entropies_BL where train.entropy_coefficient > 0; both are divided as the rest, and not weighed
-    by importance. Positions outside the mask may hold anything, NaN too; under it, NaN gives NaN in the loss of its
-    row. An infinite log-prob need not show in the loss, as the clip bounds its ratio: check the log-probs themselves.
+    by importance. episode_tokens_B are the sampled tokens of all rows of a row's episode; None = each row is a whole
+    episode. Positions outside the mask may hold anything, NaN too; under it, NaN gives NaN in the loss of its row. An
+    infinite log-prob need not show in the loss, as the clip bounds its ratio: check the log-probs themselves.
 
     Tokens are weighed by anchor / behaviour (importance.py) where the anchor is not the behaviour policy: the decoupled
     objective of Hilton et al. 2022, "Batch size-invariance for policy optimization", section 3, used against staleness
@@ -128,7 +132,9 @@ def policy_loss(
     if train.entropy_coefficient > 0:
         assert entropies_BL is not None
         objective = objective + train.entropy_coefficient * torch.where(mask_BL, entropies_BL, 0.0)
-    loss_B = -torch.where(mask_BL, objective, 0.0).sum(dim=1) / _divisors(mask_BL, totals=totals, train=train)
+    tokens_B = mask_BL.sum(dim=1) if episode_tokens_B is None else episode_tokens_B
+    divisors = _divisors(tokens_B, totals=totals, train=train)
+    loss_B = -torch.where(mask_BL, objective, 0.0).sum(dim=1) / divisors
 
     with torch.no_grad():
         stats = _stats(
@@ -149,6 +155,8 @@ def needs_all_rows(train: TrainConfig) -> bool:
 
 def _ratio(logprobs: torch.Tensor, anchor: torch.Tensor, *, mask: torch.Tensor, train: TrainConfig) -> torch.Tensor:
     """Ratio policy / anchor of each token; for GSPO the geometric mean over the row, the same for all its tokens.
+
+    An episode of several rows has as many ratios: a row is what its policy saw as one sequence.
 
     GSPO: Zheng et al. 2025, "Group sequence policy optimization", section 4.1.
     """
@@ -182,7 +190,7 @@ def _cispo(
     return ratio.detach().clamp(1 - train.clip_low, 1 + train.clip_high) * advantages * logprobs
 
 
-def _divisors(mask_BL: torch.Tensor, *, totals: StepTotals, train: TrainConfig) -> torch.Tensor | int:
+def _divisors(episode_tokens_B: torch.Tensor, *, totals: StepTotals, train: TrainConfig) -> torch.Tensor | int:
     """What the sum over each row is divided by: a number, or [B]; never 0.
 
     Tokens: Yu et al. 2025, "DAPO", section 3.3. Episodes: Shao et al. 2024, "DeepSeekMath", equation 3. A constant: Liu
@@ -191,7 +199,7 @@ def _divisors(mask_BL: torch.Tensor, *, totals: StepTotals, train: TrainConfig) 
     if train.average == "token":
         return max(totals.num_tokens, 1)
     if train.average == "episode":
-        return mask_BL.sum(dim=1).clamp(min=1) * max(totals.num_episodes, 1)
+        return episode_tokens_B.clamp(min=1) * max(totals.num_episodes, 1)
     assert train.divisor_tokens is not None
     return max(totals.num_episodes, 1) * train.divisor_tokens
 

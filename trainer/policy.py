@@ -6,6 +6,7 @@ Legend: B rows of a batch, L positions of a row, N sampled tokens of a batch, V 
 from __future__ import annotations
 
 import random
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,7 +26,7 @@ from trainer.samples import Batch, Sample, fresh_mask, microbatches, pad
 MAX_POSITIONS = 4096
 """Padded positions of one forward pass; bounds the memory of its logits."""
 NUM_PROBED = 32
-"""Episodes whose log-probs are compared with the engine's at the start of a step."""
+"""Rows whose log-probs are compared with the engine's at the start of a step."""
 
 
 class TrainingError(RollmillError):
@@ -44,6 +45,8 @@ class TrainBatch:
     """float32, nats, by the start weights; None where the loss has no KL term."""
     advantages_B: torch.Tensor
     """float32."""
+    episode_tokens_B: torch.Tensor
+    """int64; sampled tokens of the row's episode, over all its rows."""
 
 
 class Policy:
@@ -94,7 +97,7 @@ class Policy:
         What train.kl = "reward" takes off the reward, as in Ahmadian et al. 2024, "Back to basics", the section on
         preliminaries. An episode without tokens is not in it.
         """
-        by_episode = {}
+        by_episode: dict[int, float] = {}
         for rows in microbatches([row for row in samples if row.num_tokens], max_positions=MAX_POSITIONS):
             batch = pad(rows)
             estimate_BL = kl_estimate(
@@ -102,7 +105,7 @@ class Policy:
             )
             # Both arguments are 0 outside the mask, and so is each estimate.
             for row, kl in zip(rows, estimate_BL.sum(dim=1).tolist(), strict=True):
-                by_episode[row.episode_id] = kl
+                by_episode[row.episode_id] = by_episode.get(row.episode_id, 0.0) + kl
         return by_episode
 
     def train_step(
@@ -126,7 +129,8 @@ class Policy:
         rate = learning_rate(self.train, version)
         for group in self.optimizer.param_groups:
             group["lr"] = rate
-        totals = StepTotals(num_tokens=sum(sample.num_tokens for sample in samples), num_episodes=len(with_tokens))
+        tokens = num_tokens_by_episode(with_tokens)
+        totals = StepTotals(num_tokens=tokens.total(), num_episodes=len(tokens))
         loss, stats, grad_norms = 0.0, TokenStats(), [0.0]
         for minibatch in minibatches:
             minibatch_loss, minibatch_stats, grad_norm = self._update(minibatch, version=version, totals=totals)
@@ -196,9 +200,9 @@ class Policy:
         """Entropy, and the distance to the engine's log-probs where both had the same weights.
 
         Tokens of turns that this very version sampled from start to end must come out the same here: a gap beyond
-        rounding means other ids, other weights or another sampling distribution. Episodes with such turns go first.
+        rounding means other ids, other weights or another sampling distribution. Rows with such turns go first.
         """
-        candidates = sorted((row for row in samples if row.num_tokens), key=lambda row: row.episode_id)
+        candidates = sorted((row for row in samples if row.num_tokens), key=lambda row: (row.episode_id, row.index))
         randomness.shuffle(candidates)
         candidates.sort(key=lambda row: not fresh_mask(row, version).any())
         gap, num_compared, entropies = 0.0, 0, [torch.zeros(0)]
@@ -217,6 +221,7 @@ class Policy:
     def _prepare(self, samples: Sequence[Sample], advantages: Mapping[int, float]) -> list[TrainBatch]:
         """The rows of one optimizer step in batches that fit the memory, with anchors from the present weights."""
         prepared = []
+        tokens = num_tokens_by_episode(samples)
         for rows in microbatches(samples, max_positions=MAX_POSITIONS):
             batch = pad(rows)
             if self.train.anchor == "proximal":
@@ -236,6 +241,7 @@ class Policy:
                     anchor_logprobs_BL=anchor_BL,
                     reference_logprobs_BL=reference_BL,
                     advantages_B=advantages_B,
+                    episode_tokens_B=torch.tensor([tokens[row.episode_id] for row in rows]),
                 )
             )
         return prepared
@@ -258,19 +264,22 @@ class Policy:
                 train=self.train,
                 reference_logprobs_BL=part.reference_logprobs_BL,
                 entropies_BL=entropies_BL,
+                episode_tokens_B=part.episode_tokens_B,
             )
             # A clipped ratio hides an infinite log-prob from the loss.
             finite_B = loss_B.isfinite() & logprobs_BL.isfinite().all(dim=1)
-            wrong = [row.episode_id for row, good in zip(part.samples, finite_B, strict=True) if not good]
+            wrong = {row.episode_id for row, good in zip(part.samples, finite_B, strict=True) if not good}
             if wrong:
-                raise TrainingError(f"step {version} -> {version + 1}: the loss is not finite in episodes {wrong}")
+                raise TrainingError(
+                    f"step {version} -> {version + 1}: the loss is not finite in episodes {sorted(wrong)}"
+                )
             total = loss_B.sum()
             total.backward()  # type: ignore[no-untyped-call]
             loss += total.item()
             stats += part_stats
         grad_norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.train.grad_clip).item()
         if not np.isfinite(grad_norm):
-            episodes = [row.episode_id for part in minibatch for row in part.samples]
+            episodes = sorted({row.episode_id for part in minibatch for row in part.samples})
             raise TrainingError(
                 f"step {version} -> {version + 1}: the gradient is {grad_norm} over episodes {episodes}"
             )
@@ -310,8 +319,19 @@ def learning_rate(train: TrainConfig, version: int) -> float:
     return train.learning_rate * (1 - 0.5 * (version - train.warmup_steps) / decay_steps)
 
 
+def num_tokens_by_episode(samples: Sequence[Sample]) -> Counter[int]:
+    """Episode id -> sampled tokens of all its rows."""
+    tokens: Counter[int] = Counter()
+    for sample in samples:
+        tokens[sample.episode_id] += sample.num_tokens
+    return tokens
+
+
 def split_by_group(samples: Sequence[Sample], *, parts: int, randomness: random.Random) -> list[list[Sample]]:
-    """Minibatches of whole groups, in random order; siblings stay together, and no part is empty."""
+    """Minibatches of whole groups, in random order; siblings stay together, and no part is empty.
+
+    However many rows an episode gives, a step has as many minibatches, and an episode's rows are in one of them.
+    """
     groups: dict[int, list[Sample]] = {}
     for sample in samples:
         groups.setdefault(sample.group_id, []).append(sample)

@@ -5,8 +5,9 @@ Legend: B rows of a batch, L positions of a row, T sampled tokens.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 
 import numpy as np
 import torch
@@ -19,10 +20,15 @@ NO_VERSION = -1
 
 @dataclass(frozen=True, kw_only=True)
 class Sample:
-    """One training row: the whole token sequence of an episode, prompts and sampled turns in order."""
+    """One training row: a token sequence as the engine saw it, prompts and sampled turns in order.
+
+    An episode gives one, and one more for each time that its history was rewritten.
+    """
 
     episode_id: int
     group_id: int
+    index: int
+    """0, 1, 2 … within the episode."""
     ids_L: np.ndarray
     """int32 token ids."""
     mask_L: np.ndarray
@@ -62,11 +68,12 @@ class Batch:
     """float32, nats; 0 where the mask is False."""
 
 
-def make_sample(episode: ScoredEpisode) -> Sample:
-    """Join the turns of an episode: suffixes with mask False, sampled tokens with mask True, each exactly once.
+def make_samples(episode: ScoredEpisode) -> list[Sample]:
+    """Join the turns of an episode to rows: suffixes with mask False, sampled tokens with mask True, in one row each.
 
-    An episode without turns gives an empty row. Raises ValueError for a turn without suffix or without sampled
-    tokens: the mask could not tell it from its neighbours.
+    A history that a later row shows again is given there, not sampled: mask False. An episode without turns gives one
+    empty row. Raises ValueError for a turn without suffix or without sampled tokens, which the mask could not tell from
+    its neighbours, and for turns whose samples are not 0, 1, 2 … in order.
     """
     for index, turn in enumerate(episode.turns):
         if len(turn.suffix_ids) == 0 or len(turn.sampled_ids) == 0:
@@ -74,11 +81,19 @@ def make_sample(episode: ScoredEpisode) -> Sample:
                 f"episode {episode.episode_id} turn {index}: "
                 f"{len(turn.suffix_ids)} suffix ids and {len(turn.sampled_ids)} sampled ids, both must be at least 1"
             )
-    parts = [part for turn in episode.turns for part in _parts(turn)]
+    by_sample = [(index, list(turns)) for index, turns in groupby(episode.turns, key=lambda turn: turn.sample)]
+    if [index for index, _ in by_sample] != list(range(len(by_sample))):
+        raise ValueError(f"episode {episode.episode_id}: turns of samples {[turn.sample for turn in episode.turns]}")
+    return [_make_sample(episode, index, turns) for index, turns in by_sample or [(0, [])]]
+
+
+def _make_sample(episode: ScoredEpisode, index: int, turns: Sequence[TurnTokens]) -> Sample:
+    parts = [part for turn in turns for part in _parts(turn)]
     ids, mask, logprobs, versions = zip(*parts, strict=True) if parts else ((), (), (), ())
     return Sample(
         episode_id=episode.episode_id,
         group_id=episode.group_id,
+        index=index,
         ids_L=_join(ids, np.int32),
         mask_L=_join(mask, np.bool_),
         behaviour_logprobs_L=_join(logprobs, np.float32),
@@ -86,13 +101,20 @@ def make_sample(episode: ScoredEpisode) -> Sample:
     )
 
 
-def sample_digest(sample: Sample) -> bytes:
-    """sha256 over the digests of the turns, taken from the arrays of the row itself.
+def rows_by_episode(samples: Sequence[Sample]) -> Iterator[tuple[int, list[Sample]]]:
+    """(episode id, its rows), in order. The rows of an episode must stand together."""
+    for episode_id, rows in groupby(samples, key=lambda sample: sample.episode_id):
+        yield episode_id, list(rows)
+
+
+def samples_digest(samples: Sequence[Sample]) -> bytes:
+    """sha256 over the digests of an episode's turns, taken from the arrays of all its rows, in order.
 
     Equal to the digest of what the engine client received, unless a token or a log-prob changed on its way here.
     """
     turn_digests = [
         sampled_digest(ids_to_bytes(sample.ids_L[turn]), logprobs_to_bytes(sample.behaviour_logprobs_L[turn]))
+        for sample in samples
         for turn in _sampled_runs(sample)
     ]
     return episode_digest(turn_digests)

@@ -1,10 +1,12 @@
 """The agent loop: prompts made of ids only, turns played until the episode ends. Knows no queue, table or clock.
 
-The prompt of turn k+1 is the prompt of turn k, the ids sampled in it and the ids of the new suffix.
+The prompt of turn k+1 is the prompt of turn k, the ids sampled in it and the ids of the new suffix, unless the handler
+or the chat template rewrote the history (prompts.py).
 """
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
@@ -16,6 +18,7 @@ from common.errors import EpisodeError, RollmillError
 from common.outcomes import Outcome
 from workers.engine_errors import ContextOverflow
 from workers.handlers.base import tool_error, unknown_tool
+from workers.prompts import Prompt, conversation, extended, rewritten
 from workers.tool_calls import ParsedTurn
 
 logger = logging.getLogger(__name__)
@@ -24,13 +27,21 @@ logger = logging.getLogger(__name__)
 class Renderer(Protocol):
     """What the loop needs of a renderer; `workers.render.Renderer` is one for every model family."""
 
+    keep_thinking: bool
+    """True = `rewritten` never gives a prompt."""
+
     def first_prompt(self, messages: Sequence[Message], tools: Sequence[ToolSpec]) -> list[int]: ...
     def suffix(self, messages: Sequence[Message], *, after: Sequence[int]) -> list[int]: ...
+    def rewritten(self, messages: Sequence[Message], tools: Sequence[ToolSpec]) -> list[int] | None: ...
     def parse(self, ids: Sequence[int]) -> ParsedTurn: ...
 
 
 class OutOfTime(RollmillError):
     """The agent's time budget was used up in the middle of a request or a tool call, which was cut off."""
+
+
+class _RowFull(RollmillError):
+    """The prompt leaves no room for a token in the run's longest training row."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,6 +78,9 @@ class Agent:
     """Stores a turn; the loop goes on only after it. Not called for the last one."""
     spent_s: Callable[[], float]
     """Time that the agent has used of its budget."""
+    compact: Callable[[tuple[Message, ...]], Awaitable[tuple[Message, ...] | None]] | None = None
+    """Shortens the conversation before a turn whose prompt is longer than compact_tokens; its None = not this time.
+    Raises OutOfTime. None = nobody does."""
 
     async def play(self, messages: Sequence[Message], tools: Sequence[ToolSpec], stored: Sequence[Turn]) -> Played:
         """Play from the first messages, or go on after the `stored` turns."""
@@ -75,14 +89,16 @@ class Agent:
         while (outcome := self._ended(turns)) is None:
             if last is not None:
                 await self.save(last)
-            suffix = self._suffix(turns[-1]) if turns else self.renderer.first_prompt(messages, tools)
             try:
-                generated = await self.generate([*prompt_ids(turns), *suffix])
-            except ContextOverflow as error:
+                prompt = await self._prompt(messages, tools, turns)
+                generated = await self._generate(prompt)
+            except (ContextOverflow, _RowFull) as error:
                 if not turns:
                     # The task itself is too long: nothing was sampled, so there is nothing to score or train.
-                    raise EpisodeError(Outcome.HANDLER_FAILED, f"first prompt of {len(suffix)} ids: {error}") from None
-                return Played(outcome=Outcome.CONTEXT_LIMIT)
+                    detail = f"first prompt of {len(prompt.ids)} ids: {error}"
+                    raise EpisodeError(Outcome.HANDLER_FAILED, detail) from None
+                is_full = isinstance(error, _RowFull)
+                return Played(outcome=Outcome.TOKEN_LIMIT if is_full else Outcome.CONTEXT_LIMIT)
             except OutOfTime as error:
                 if not turns:
                     # There is nothing to score, and the agent has not even spoken: this says nothing about it.
@@ -90,7 +106,9 @@ class Agent:
                 return Played(outcome=Outcome.AGENT_TIMEOUT)
             last = Turn(
                 index=len(turns),
-                suffix_ids=tuple(suffix),
+                sample=prompt.sample,
+                suffix_ids=prompt.suffix_ids,
+                compacted=prompt.compacted,
                 sampled=generated.sampled,
                 messages=await self._respond(generated.sampled, tools, is_last=len(turns) + 1 == self.config.max_turns),
                 engine=generated.engine,
@@ -99,8 +117,38 @@ class Agent:
             turns.append(last)
         return Played(outcome=outcome, last=last)
 
-    def _suffix(self, turn: Turn) -> list[int]:
-        return self.renderer.suffix(_results(turn), after=turn.sampled.ids)
+    async def _prompt(self, first: Sequence[Message], tools: Sequence[ToolSpec], turns: Sequence[Turn]) -> Prompt:
+        if not turns:
+            return Prompt(ids=self.renderer.first_prompt(first, tools), num_before=0, sample=0)
+        prompt = extended(turns, self.renderer.suffix(_results(turns[-1]), after=turns[-1].sampled.ids))
+        messages = conversation(first, turns)
+        if not self.renderer.keep_thinking:
+            # Rendered whole in a thread: hundreds of episodes share this loop.
+            shown = await asyncio.to_thread(self.renderer.rewritten, messages, tools)
+            prompt = prompt if shown is None else rewritten(turns, shown)
+        if self.compact is not None and self.config.needs_compacting(len(prompt.ids)):
+            prompt = await self._compacted(messages, tools, turns) or prompt
+        if prompt.sample > turns[-1].sample:
+            logger.info("history rewritten: a new sample begins turn=%d sample=%d", len(turns), prompt.sample)
+        return prompt
+
+    async def _compacted(
+        self, messages: tuple[Message, ...], tools: Sequence[ToolSpec], turns: Sequence[Turn]
+    ) -> Prompt | None:
+        assert self.compact is not None
+        compacted = await self.compact(messages)
+        if compacted is None or compacted == messages:
+            return None
+        try:
+            ids = await asyncio.to_thread(self.renderer.first_prompt, compacted, tools)
+        except ValueError as error:
+            raise EpisodeError(Outcome.HANDLER_FAILED, f"compact: {error}") from error
+        return rewritten(turns, ids, compacted=compacted)
+
+    async def _generate(self, prompt: Prompt) -> Generated:
+        if self.config.max_sampled(len(prompt.ids)) < 1:
+            raise _RowFull(f"rollout.max_row_tokens is {self.config.max_row_tokens}")
+        return await self.generate(prompt.ids)
 
     def _ended(self, turns: Sequence[Turn]) -> Outcome | None:
         if turns:
@@ -142,11 +190,6 @@ class Agent:
         if tools and call.name not in {tool.name for tool in tools}:
             return unknown_tool(call)
         return await self.call_tool(call)
-
-
-def prompt_ids(turns: Sequence[Turn]) -> list[int]:
-    """All ids up to and including the last sampled one: what the engine was sent and what it returned."""
-    return [token for turn in turns for token in (*turn.suffix_ids, *turn.sampled.ids)]
 
 
 def _results(turn: Turn) -> list[Message]:

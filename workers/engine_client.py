@@ -1,47 +1,43 @@
-"""Speaks vLLM's HTTP routes, for the engine pool (generate) and the weight keeper (everything else).
+"""Talks to engines, for the engine pool (generate) and the weight keeper (everything else), whatever wire they speak.
 
 Every call has a time limit, and every answer is checked: a call that returns has done what its name says.
 """
 
 from __future__ import annotations
 
-import json
-import re
-from collections.abc import Mapping, Sequence
+import logging
+from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Self, TypeVar
 
-import aiohttp
-
+from common.config import InFlight
 from common.episode import Sampled
-from common.errors import EpisodeError
-from common.outcomes import Outcome
-from workers.engine_errors import ContextOverflow, EngineUnavailable, LoadRefused
-from workers.engine_reply import parse_sampled
+from workers.engine_errors import EngineUnavailable, Unversioned
+from workers.engine_http import EngineHttp, detail
+from workers.wires.base import PROBE_TIMEOUT_S, GenerateRequest, RouteMissing, Wire
+from workers.wires.completions import CompletionsWire
+from workers.wires.sglang import MODEL_INFO, SglangWire
+from workers.wires.vllm import VllmWire
 
-PROBE_TIMEOUT_S = 5.0
-"""Of questions, which a healthy engine answers in milliseconds."""
-ADMIN_TIMEOUT_S = 15.0
-"""Of pause, resume and the like, which wait for a decoding step."""
-LOAD_TIMEOUT_S = 300.0
-"""Of reading a version's files into the engine."""
-_KEEPALIVE_S = 4.0
-"""Shorter than vLLM's own 5 s, so that no request is sent on a connection which the server is closing."""
-_CONTEXT_OVERFLOW = re.compile(r"maximum (context|model) length", re.IGNORECASE)
-_DETAIL_CHARS = 300
+logger = logging.getLogger(__name__)
 
-Json = Mapping[str, object]
+T = TypeVar("T")
 
 
 class EngineClient:
-    """One per process, and used from one event loop: it keeps connections to all engines open."""
+    """One per process, and used from one event loop.
 
-    def __init__(self, *, timeout_s: float) -> None:
-        """`timeout_s` is the time limit of one generate request."""
+    An engine is taken for vLLM with the generate route until it has no such route; then it is asked what it is. That
+    is remembered until the engine fails, since what comes back at its address may be another.
+    """
+
+    def __init__(self, *, timeout_s: float, http: EngineHttp | None = None) -> None:
+        """`timeout_s` is the time limit of one generate request; `http` None = connections of its own."""
         self._timeout_s = timeout_s
-        self._session: aiohttp.ClientSession | None = None
-        """None until the first call, since it belongs to the loop that runs then."""
+        self._http = http or EngineHttp()
+        self._wires: dict[str, Wire] = {}
+        """URL -> the wire that it is known to speak."""
 
     async def __aenter__(self) -> Self:
         return self
@@ -53,9 +49,7 @@ class EngineClient:
 
     async def close(self) -> None:
         """Close all connections. The client may be used again after it."""
-        if self._session is not None:
-            await self._session.close()
-            self._session = None
+        await self._http.close()
 
     async def generate(
         self,
@@ -76,137 +70,93 @@ class EngineClient:
         Raises EngineUnavailable, ContextOverflow, or EpisodeError: what the engine sampled can't be trained on, or
         the request itself is wrong. Cancelling closes the connection, which makes the engine stop.
         """
-        request = {
-            "request_id": request_id,
-            "token_ids": list(prompt_ids),
-            "sampling_params": {
-                "max_tokens": max_tokens,
-                "temperature": temperature,
-                "top_p": top_p,
-                "logprobs": 0,
-                "stop_token_ids": list(stop_ids),
-            },
-        }
-        if model is not None:
-            request["model"] = model
-        path = "/inference/v1/generate"
-        status, body = await self._send("POST", url, path, timeout_s=self._timeout_s, body=request)
-        if status in (400, 422):
-            detail = _detail(body)
-            if _CONTEXT_OVERFLOW.search(detail):
-                raise ContextOverflow(f"engine {url}: {detail}")
-            raise EpisodeError(Outcome.HANDLER_FAILED, f"engine {url} refuses the request ({status}): {detail}")
-        if status != 200:
-            raise EngineUnavailable(f"engine {url} {path} answers {status}: {_detail(body)}")
-        return parse_sampled(body, run=run, max_tokens=max_tokens, engine=url)
+        request = GenerateRequest(
+            request_id=request_id,
+            prompt_ids=prompt_ids,
+            max_tokens=max_tokens,
+            temperature=temperature,
+            top_p=top_p,
+            stop_ids=stop_ids,
+            model=model,
+            run=run,
+        )
+        return await self._through(url, lambda wire: wire.generate(request, timeout_s=self._timeout_s))
 
     async def check_health(self, url: str) -> None:
         """Return if the engine says that it can decode."""
-        status, body = await self._send("GET", url, "/health", timeout_s=PROBE_TIMEOUT_S)
-        if status != 200:
-            raise EngineUnavailable(f"engine {url} /health answers {status}: {_detail(body)}")
+        await self._through(url, lambda wire: wire.check_health())
+
+    async def metrics(self, url: str) -> str:
+        """Its figures in Prometheus' text format; "" if it has no such page."""
+        status, body = await self._http.send("GET", url, "/metrics", timeout_s=PROBE_TIMEOUT_S)
+        if status not in (200, 404):
+            raise EngineUnavailable(f"engine {url} /metrics answers {status}: {detail(body)}")
+        return body.decode(errors="replace") if status == 200 else ""
 
     async def weight_version(self, url: str) -> str:
         """The name of the weights that it samples from."""
-        reply = await self._ask("GET", url, "/weight_info", timeout_s=PROBE_TIMEOUT_S)
-        return str(_field(reply, "weight_version", str, url, "/weight_info"))
+        return await self._through(url, lambda wire: wire.weight_version())
 
     async def is_paused(self, url: str) -> bool:
         """Whether it holds requests back."""
-        reply = await self._ask("GET", url, "/is_paused", timeout_s=PROBE_TIMEOUT_S)
-        return bool(_field(reply, "is_paused", bool, url, "/is_paused"))
+        return await self._through(url, lambda wire: wire.is_paused())
 
-    async def pause(self, url: str) -> None:
-        """Freeze all requests; they go on after `resume` with keys and values computed anew. Twice is no error."""
-        path = "/pause?mode=keep&clear_cache=true"
-        reply = await self._ask("POST", url, path, timeout_s=ADMIN_TIMEOUT_S)
-        _expect(reply, "status", "paused", url, path)
+    async def pause(self, url: str, *, in_flight: InFlight = "keep") -> None:
+        """Decode nothing until `resume`; all keys and values are then computed anew. Twice is no error.
+
+        Requests under way are frozen, are waited for (no longer than one may take), or end as aborted.
+        """
+        await self._through(url, lambda wire: wire.pause(in_flight, wait_s=self._timeout_s))
 
     async def resume(self, url: str) -> None:
         """Let requests go on. Without a pause it is no error."""
-        reply = await self._ask("POST", url, "/resume", timeout_s=ADMIN_TIMEOUT_S)
-        _expect(reply, "status", "resumed", url, "/resume")
+        await self._through(url, lambda wire: wire.resume())
 
     async def load_version(self, url: str, path: Path, name: str) -> None:
         """Read a version's folder into the engine. Raises LoadRefused when it says that the old weights serve on.
 
         After EngineUnavailable, nobody knows which weights it has.
         """
-        body = {"method": "load_version", "args": [str(path), name]}
-        reply = await self._ask("POST", url, "/collective_rpc", timeout_s=LOAD_TIMEOUT_S, body=body)
-        results = _field(reply, "results", list, url, "/collective_rpc")
-        if not results or not all(isinstance(result, dict) and "ok" in result for result in results):
-            raise EngineUnavailable(f"engine {url} /collective_rpc load_version answers {results!r:.{_DETAIL_CHARS}}")
-        errors = [str(result.get("error", "no reason given")) for result in results if result["ok"] is not True]
-        if errors and len(errors) < len(results):
-            raise EngineUnavailable(f"engine {url}: {len(errors)} of {len(results)} ranks refuse {name}: {errors[0]}")
-        if errors:
-            raise LoadRefused(f"engine {url} refuses {name}: {errors[0]}")
+        await self._through(url, lambda wire: wire.load_version(path, name))
 
     async def update_weight_version(self, url: str, name: str) -> None:
         """Make it report this name for tokens that it samples from now on."""
-        path = "/update_weight_version"
-        reply = await self._ask("POST", url, path, timeout_s=ADMIN_TIMEOUT_S, body={"new_version": name})
-        _expect(reply, "success", True, url, path)
+        await self._through(url, lambda wire: wire.update_weight_version(name))
 
-    async def abort(self, url: str, request_ids: Sequence[str]) -> int:
-        """End these requests, with what they have sampled; returns how many the engine says it ended."""
+    async def abort(self, url: str, request_ids: Sequence[str]) -> int | None:
+        """End these requests, with what they have sampled; returns how many the engine says it ended.
+
+        That proves nothing: vLLM counts the ids that it was given, known or not, and SGLang says nothing (None). What
+        does is the answer of each request, which ends by `abort`.
+        """
         assert request_ids, "an empty list would end the requests of everybody"
-        path = "/abort_requests"
-        # The route under which they came prefixes the ids; without the prefix vLLM finds none, and says nothing.
-        body = {"request_ids": [f"generate-tokens-{request_id}" for request_id in request_ids]}
-        reply = await self._ask("POST", url, path, timeout_s=ADMIN_TIMEOUT_S, body=body)
-        return int(_field(reply, "aborted", int, url, path))
+        return await self._through(url, lambda wire: wire.abort(request_ids))
 
-    async def _ask(self, method: str, url: str, path: str, *, timeout_s: float, body: Json | None = None) -> Any:
-        """The answer's JSON object. Raises EngineUnavailable for anything else."""
-        status, raw = await self._send(method, url, path, timeout_s=timeout_s, body=body)
-        if status != 200:
-            raise EngineUnavailable(f"engine {url} {path} answers {status}: {_detail(raw)}")
+    async def _through(self, url: str, call: Callable[[Wire], Awaitable[T]]) -> T:
+        """Make the call on the engine's wire; where that has no such route, find the wire first."""
+        wire = self._wires.get(url) or VllmWire(self._http, url)
         try:
-            reply = json.loads(raw)
-        except ValueError:
-            reply = None
-        if not isinstance(reply, dict):
-            raise EngineUnavailable(f"engine {url} {path} answers no JSON object: {_detail(raw)}")
-        return reply
+            done = await call(wire)
+        except RouteMissing:
+            other = await self._other(url, wire)
+            if other is None:
+                raise
+            done = await call(other)
+            logger.info("engine speaks another wire engine=%s wire=%s", url, other.name)
+            wire = other
+        except Unversioned:
+            raise
+        except EngineUnavailable:
+            self._wires.pop(url, None)
+            raise
+        self._wires[url] = wire
+        return done
 
-    async def _send(
-        self, method: str, url: str, path: str, *, timeout_s: float, body: Json | None = None
-    ) -> tuple[int, bytes]:
-        if self._session is None:
-            self._session = aiohttp.ClientSession(
-                connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=_KEEPALIVE_S)
-            )
-        limit = aiohttp.ClientTimeout(total=timeout_s)
-        try:
-            async with self._session.request(method, url + path, json=body, timeout=limit) as response:
-                return response.status, await response.read()
-        except TimeoutError as error:
-            raise EngineUnavailable(f"engine {url} {path} did not answer within {timeout_s:g} s") from error
-        except (aiohttp.ClientError, OSError) as error:
-            raise EngineUnavailable(f"engine {url} {path}: {type(error).__name__}: {error}") from error
-
-
-def _detail(body: bytes) -> str:
-    """What an error's body says, shortened: engines wrap the message in different ways."""
-    text = body.decode(errors="replace")
-    try:
-        parsed = json.loads(text)
-    except ValueError:
-        return text[:_DETAIL_CHARS]
-    inner = parsed.get("error", parsed) if isinstance(parsed, dict) else parsed
-    message = inner.get("message", inner) if isinstance(inner, dict) else inner
-    return str(message)[:_DETAIL_CHARS]
-
-
-def _field(reply: dict[str, Any], name: str, kind: type, url: str, path: str) -> Any:
-    value = reply.get(name)
-    if not isinstance(value, kind):
-        raise EngineUnavailable(f"engine {url} {path} answers {name}={value!r}, expected a {kind.__name__}")
-    return value
-
-
-def _expect(reply: dict[str, Any], name: str, wanted: object, url: str, path: str) -> None:
-    if reply.get(name) != wanted:
-        raise EngineUnavailable(f"engine {url} {path} answers {name}={reply.get(name)!r}, expected {wanted!r}")
+    async def _other(self, url: str, wire: Wire) -> Wire | None:
+        """What an engine speaks that has no such route of `wire`'s; None = nothing that is known here."""
+        if not isinstance(wire, SglangWire):
+            status, _ = await self._http.send("GET", url, MODEL_INFO, timeout_s=PROBE_TIMEOUT_S)
+            if status == 200:
+                return SglangWire(self._http, url)
+            return None if isinstance(wire, CompletionsWire) else CompletionsWire(self._http, url)
+        return VllmWire(self._http, url)

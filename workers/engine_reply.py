@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TypeVar
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
@@ -12,9 +15,24 @@ from common.outcomes import Outcome
 from common.weights import parse_version_name
 from workers.engine_errors import EngineUnavailable, Unversioned
 
+ReplyT = TypeVar("ReplyT", bound=BaseModel)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RawSampled:
+    """What an answer says of one continuation, on any wire, before it is checked."""
+
+    ids: Sequence[int]
+    logprob_ids: Sequence[int | None]
+    """Whose log-probs stand at each place; None = the answer does not say."""
+    logprobs: Sequence[float | None]
+    spans: Sequence[tuple[int, int, int]]
+    """Version, start, end."""
+    finish_reason: str | None
+
 
 class Reply(BaseModel):
-    """The parts of the wire that matter here; engines send more."""
+    """The parts of vLLM's generate route that matter here; engines send more."""
 
     model_config = ConfigDict(frozen=True)
 
@@ -57,58 +75,81 @@ def parse_sampled(body: bytes, *, run: str, max_tokens: int, engine: str) -> Sam
     Raises EpisodeError(CAPTURE_INCOMPLETE) for ids without their log-probs or versions, Unversioned for tokens of
     other weights than `run`'s, EngineUnavailable for a request that the engine itself gave up.
     """
+    choices = parse_reply(Reply, body, engine=engine).choices
+    if len(choices) != 1:
+        raise incomplete(engine, f"{len(choices)} choices for one prompt")
+    choice = choices[0]
+    entries = (choice.logprobs.content if choice.logprobs else None) or []
+    raw = RawSampled(
+        ids=choice.token_ids,
+        logprob_ids=[entry.token_id for entry in entries],
+        logprobs=[entry.logprob for entry in entries],
+        spans=versions_of_run(choice.weight_versions or [], run, engine) if choice.token_ids else [],
+        finish_reason=choice.finish_reason,
+    )
+    return check_sampled(raw, max_tokens=max_tokens, engine=engine)
+
+
+def parse_reply(kind: type[ReplyT], body: bytes, *, engine: str) -> ReplyT:
+    """The answer as a record of its wire. Raises EpisodeError(CAPTURE_INCOMPLETE) naming what is missing."""
     try:
-        choices = Reply.model_validate_json(body).choices
+        return kind.model_validate_json(body)
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
-        raise _incomplete(engine, f"{'.'.join(map(str, first['loc']))}: {first['msg']}") from None
-    if len(choices) != 1:
-        raise _incomplete(engine, f"{len(choices)} choices for one prompt")
-    choice = choices[0]
-    reason = _finish_reason(choice, engine)
-    if len(choice.token_ids) > max_tokens:
-        raise _incomplete(engine, f"{len(choice.token_ids)} ids, {max_tokens} were asked for")
-    if not choice.token_ids and reason is not FinishReason.ABORT:
-        raise _incomplete(engine, f"no ids, though it finished by {reason}")
+        raise incomplete(engine, f"{'.'.join(map(str, first['loc']))}: {first['msg']}") from None
+
+
+def check_sampled(raw: RawSampled, *, max_tokens: int, engine: str) -> Sampled:
+    """The record that is stored and trained. Raises as `parse_sampled` does."""
+    reason = _finish_reason(raw.finish_reason, engine)
+    if len(raw.ids) > max_tokens:
+        raise incomplete(engine, f"{len(raw.ids)} ids, {max_tokens} were asked for")
+    if not raw.ids and reason is not FinishReason.ABORT:
+        raise incomplete(engine, f"no ids, though it finished by {reason}")
     try:
         return Sampled(
-            ids=tuple(choice.token_ids),
-            logprobs=_logprobs(choice, engine),
-            spans=_spans(choice, run, engine) if choice.token_ids else (),
+            ids=tuple(raw.ids),
+            logprobs=_logprobs(raw, engine),
+            spans=tuple(VersionSpan(version=version, start=start, end=end) for version, start, end in raw.spans)
+            if raw.ids
+            else (),
             finish_reason=reason,
         )
     except ValueError as error:
-        raise _incomplete(engine, str(error)) from None
+        raise incomplete(engine, str(error)) from None
 
 
-def _finish_reason(choice: Choice, engine: str) -> FinishReason:
-    if choice.finish_reason not in list(FinishReason):
-        raise EngineUnavailable(f"engine {engine} ended a request by {choice.finish_reason!r}")
-    return FinishReason(choice.finish_reason)
-
-
-def _logprobs(choice: Choice, engine: str) -> tuple[float, ...]:
-    """The log-prob of each sampled id itself: an entry for any other id is refused, not taken."""
-    entries = (choice.logprobs.content if choice.logprobs else None) or []
-    if len(entries) != len(choice.token_ids):
-        raise _incomplete(engine, f"{len(choice.token_ids)} ids but {len(entries)} log-probs")
-    for position, (token_id, entry) in enumerate(zip(choice.token_ids, entries, strict=True)):
-        if entry.token_id != token_id:
-            raise _incomplete(engine, f"at {position} id {token_id} was sampled, the log-prob is of {entry.token_id}")
-        if not math.isfinite(entry.logprob):
-            raise _incomplete(engine, f"the log-prob of id {token_id} at {position} is {entry.logprob}")
-    return tuple(entry.logprob for entry in entries)
-
-
-def _spans(choice: Choice, run: str, engine: str) -> tuple[VersionSpan, ...]:
-    spans: list[VersionSpan] = []
-    for span in choice.weight_versions or []:
+def versions_of_run(spans: Sequence[Span], run: str, engine: str) -> list[tuple[int, int, int]]:
+    """Spans by number. Raises Unversioned where weights of no version of the run sampled."""
+    numbered = []
+    for span in spans:
         served = parse_version_name(span.version)
         if served is None or served[0] != run:
             raise Unversioned(f"engine {engine} sampled with weights {span.version!r}, not with a version of {run}")
-        spans.append(VersionSpan(version=served[1], start=span.start, end=span.end))
-    return tuple(spans)
+        numbered.append((served[1], span.start, span.end))
+    return numbered
 
 
-def _incomplete(engine: str, what: str) -> EpisodeError:
+def incomplete(engine: str, what: str) -> EpisodeError:
+    """A capture that is not whole: it stops the episode, and never becomes a row with holes."""
     return EpisodeError(Outcome.CAPTURE_INCOMPLETE, f"engine {engine}: {what}")
+
+
+def _finish_reason(reason: str | None, engine: str) -> FinishReason:
+    if reason not in list(FinishReason):
+        raise EngineUnavailable(f"engine {engine} ended a request by {reason!r}")
+    return FinishReason(reason)
+
+
+def _logprobs(raw: RawSampled, engine: str) -> tuple[float, ...]:
+    """The log-prob of each sampled id itself: an entry for any other id is refused, not taken."""
+    if not len(raw.ids) == len(raw.logprobs) == len(raw.logprob_ids):
+        raise incomplete(engine, f"{len(raw.ids)} ids but {len(raw.logprobs)} log-probs")
+    checked: list[float] = []
+    for position, (token_id, owner, logprob) in enumerate(zip(raw.ids, raw.logprob_ids, raw.logprobs, strict=True)):
+        if owner != token_id:
+            raise incomplete(engine, f"at {position} id {token_id} was sampled, the log-prob is of {owner}")
+        if logprob is None or not math.isfinite(logprob):
+            raise incomplete(engine, f"the log-prob of id {token_id} at {position} is {logprob}")
+        checked.append(logprob)
+    return tuple(checked)

@@ -28,6 +28,7 @@ from common.errors import EpisodeError, SetupError, boundary
 from common.outcomes import Outcome
 from common.sharing import new_groups
 from workers.app import app
+from workers.handlers.base import Compacts
 from workers.handlers.registry import load_handler
 from workers.publishing import publisher
 from workers.render.of_run import renderer_of
@@ -159,6 +160,8 @@ def read_tasks(config: RunConfig) -> list[tuple[str, dict[str, JsonValue]]]:
         handler = load_handler(config.handler)
     except ValueError as error:
         raise SetupError(str(error)) from None
+    if config.rollout.compact_tokens is not None and not isinstance(handler, Compacts):
+        raise SetupError(f"rollout.compact_tokens is set, but handler {config.handler} has no method compact")
     if config.dataset is not None:
         return list(read_lines(config.dataset))
     with boundary(Outcome.HANDLER_FAILED, f"tasks of {config.handler}"):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import asyncio
 import logging
 import os
 import signal
@@ -23,6 +24,7 @@ from common.errors import SetupError
 from common.log import setup_logging
 from common.queues import CONCURRENCY, TASK_OF
 from common.settings import Settings, settings
+from common.weight_cache import WeightCache
 from workers.app import app
 from workers.broker import check_held, prepare_broker
 from workers.engine_client import EngineClient
@@ -32,6 +34,7 @@ from workers.handlers.base import Handler
 from workers.handlers.registry import load_handler
 from workers.init import Init
 from workers.leases import Leases
+from workers.open_files import raise_open_files
 from workers.publishing import publisher
 from workers.render.of_run import renderer_of
 from workers.run import Run
@@ -46,6 +49,10 @@ logger = logging.getLogger(__name__)
 
 END_TIMEOUT_S = 25.0
 """How long a process that is worn out may take to hand its claims back and end."""
+
+FILES_FOR_ALL = 512
+FILES_PER_EPISODE = 12
+"""A request's socket, and what a sandbox takes."""
 
 handler_named: Callable[[str], Handler] = lru_cache(maxsize=64)(load_handler)
 
@@ -92,11 +99,17 @@ class FleetProcess:
         loop = self._loop = RunLoop(on_lost=lambda where: self._end_anew(f"its event loop is blocked in {where}"))
         client = EngineClient(timeout_s=self._settings.request_timeout_s)
         pool = EnginePool(client, self._engines_of, wait_s=self._settings.engine_wait_s)
-        keeper = WeightKeeper(self.database, client, owner=self._name, poll_s=self._settings.keeper_poll_s)
+        keeper = WeightKeeper(
+            self.database,
+            client,
+            owner=self._name,
+            poll_s=self._settings.keeper_poll_s,
+            cache=WeightCache(self._settings.weights_cache),
+        )
         listener = AnnouncementListener(
             self._settings.require_broker_url(), lambda: loop.loop.call_soon_threadsafe(keeper.announce)
         )
-        loop.submit(_keep(keeper, client)).add_done_callback(_end_process_on_error)
+        loop.submit(_keep(keeper, pool, client)).add_done_callback(_end_process_on_error)
         listener.start()
         self._close += [listener.stop, loop.close]
         stage = Run(
@@ -136,16 +149,17 @@ class FleetProcess:
         self.database.dispose()
 
 
-async def _keep(keeper: WeightKeeper, client: EngineClient) -> None:
+async def _keep(keeper: WeightKeeper, pool: EnginePool, client: EngineClient) -> None:
     # Cancelled, the keeper still resumes what it paused: the client is closed after that.
-    async with client:
-        await keeper.run()
+    async with client, asyncio.TaskGroup() as tasks:
+        tasks.create_task(keeper.run())
+        tasks.create_task(pool.watch_pressure())
 
 
 def _end_process_on_error(keeping: Future[None]) -> None:
-    """A RUN process without a keeper would serve old weights for ever: better that it is started anew."""
+    """Without a keeper RUN would serve old weights for ever: better that it is started anew."""
     if not keeping.cancelled() and (error := keeping.exception()) is not None:
-        logger.critical("the weight keeper crashed", exc_info=error)
+        logger.critical("the weight keeper, or the watch over the engines' pressure, crashed", exc_info=error)
         os.kill(os.getpid(), signal.SIGKILL)
 
 
@@ -156,6 +170,7 @@ def serve(stage: Stage, *, concurrency: int) -> int:
     """
     given = settings()
     setup_logging(given.log_level)
+    raise_open_files(FILES_FOR_ALL + FILES_PER_EPISODE * concurrency)
     for name in ("celery.worker.strategy", "celery.app.trace"):
         # Two lines a message, which the stage's own line says better.
         logging.getLogger(name).setLevel(logging.WARNING)

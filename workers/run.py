@@ -4,22 +4,24 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 from common.config import RunConfig
 from common.db import turns
 from common.db.episodes import Claim
 from common.db.session import Database
-from common.episode import EpisodeState, ToolCall, Turn
+from common.episode import EpisodeState, Message, ToolCall, Turn
 from common.errors import EpisodeError, boundary
 from common.outcomes import Outcome
 from workers.agent import Agent, Generated, OutOfTime, Renderer
-from workers.handlers.base import Handler
+from workers.handlers.base import Compacts, Handler, compacted_messages
 from workers.init import PreparedEpisode
 from workers.sandbox.protocol import Backend, SandboxSession
 from workers.stage import Done
+
+T = TypeVar("T")
 
 
 class Engines(Protocol):
@@ -65,6 +67,7 @@ class Run:
             call_tool=playing.call_tool,
             save=playing.save,
             spent_s=lambda: playing.spent_s,
+            compact=playing.compact,
         )
         try:
             played = await agent.play(prepared.messages, prepared.tools, stored)
@@ -111,21 +114,33 @@ class _Playing:
         return generated
 
     async def call_tool(self, call: ToolCall) -> str:
-        started = time.monotonic()
-        limit = asyncio.timeout(self._left_s)
-        try:
-            async with limit:
-                answer: object = await self._handler.call_tool(call, self._claim.payload, self._sandbox)
-        except TimeoutError:
-            if limit.expired():
-                raise OutOfTime(f"tool {call.name} was cut off after {self._left_s:g} s") from None
-            raise
-        finally:
-            self.spent_s += time.monotonic() - started
+        calling = self._handler.call_tool(call, self._claim.payload, self._sandbox)
+        answer: object = await self._in_time(calling, f"tool {call.name}")
         if not isinstance(answer, str):
             detail = f"call_tool of {self._claim.handler} must return text, for {call.name} it gave {answer!r:.80}"
             raise EpisodeError(Outcome.HANDLER_FAILED, detail)
         return answer
+
+    async def compact(self, messages: tuple[Message, ...]) -> tuple[Message, ...] | None:
+        if not isinstance(self._handler, Compacts):
+            detail = f"rollout.compact_tokens is set, but handler {self._claim.handler} has no method compact"
+            raise EpisodeError(Outcome.HANDLER_FAILED, detail)
+        left: object = await self._in_time(self._handler.compact(messages, self._claim.payload), "compact")
+        return compacted_messages(left, self._claim.handler)
+
+    async def _in_time(self, calling: Awaitable[T], what: str) -> T:
+        """Await a handler's call within the agent's time. Raises OutOfTime when it was cut off."""
+        started = time.monotonic()
+        limit = asyncio.timeout(self._left_s)
+        try:
+            async with limit:
+                return await calling
+        except TimeoutError:
+            if limit.expired():
+                raise OutOfTime(f"{what} was cut off after {self._left_s:g} s") from None
+            raise
+        finally:
+            self.spent_s += time.monotonic() - started
 
     @property
     def _left_s(self) -> float:

@@ -23,9 +23,11 @@ class Fault(StrEnum):
     """What goes wrong with one request to a route."""
 
     CUT = "cut"
-    """The connection breaks before the route does anything."""
+    """The connection breaks within the answer, and the route does nothing."""
     CUT_AFTER = "cut_after"
-    """The route does its work, and the connection breaks instead of the answer."""
+    """The route does its work, and the connection breaks within the answer."""
+    CLOSED = "closed"
+    """The connection ends with no byte of an answer, as when a server ends an idle one; the route does nothing."""
     ERROR = "error"
     """The route answers 500."""
     HANG = "hang"
@@ -52,6 +54,8 @@ class ScriptedEngine:
         self.reply = reply
         self.logprob = logprob
         self.token_s = token_s
+        self.has_generate = True
+        """Whether the generate route is open; `/v1/completions` always is."""
         self.max_model_len = max_model_len
         self.accept = accept
         self.load_s = 0.0
@@ -65,6 +69,8 @@ class ScriptedEngine:
         """Path -> what goes wrong with the next requests to it, one each."""
         self.open: set[str] = set()
         """Ids of the generate requests that have no answer yet."""
+        self.metrics: str | None = None
+        """The page of its figures; None = it has none."""
         self.num_tokens = 0
         """Sampled since the start."""
         self.peers: set[tuple[str, int]] = set()
@@ -127,6 +133,8 @@ class ScriptedEngine:
         return {
             "/health": self._health,
             "/inference/v1/generate": self._generate,
+            "/v1/completions": self._complete,
+            "/v1/models": self._models,
             "/abort_requests": self._abort_requests,
             "/pause": self._pause,
             "/resume": self._resume,
@@ -134,6 +142,10 @@ class ScriptedEngine:
             "/collective_rpc": self._collective_rpc,
             "/update_weight_version": self._update_weight_version,
             "/weight_info": self._weight_info,
+            "/metrics": self._metrics,
+            "/start_weight_update": self._ok,
+            "/update_weights": self._update_weights,
+            "/finish_weight_update": self._ok,
         }
 
     @web.middleware
@@ -149,6 +161,8 @@ class ScriptedEngine:
             await self._stopped.wait()
         if fault is Fault.CUT_AFTER:
             await handler(request)
+        if fault in (Fault.CUT, Fault.CUT_AFTER):
+            request.transport.write(b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\n{")
         if fault is not None:
             request.transport.abort()
         return await handler(request) if fault is None else web.Response()
@@ -157,19 +171,48 @@ class ScriptedEngine:
         return web.Response()
 
     async def _generate(self, request: web.Request) -> web.Response:
+        if not self.has_generate:
+            return _error(403, "Scale-out endpoints are disabled.")
         body = await request.json()
         prompt: list[int] = body["token_ids"]
         if len(prompt) >= self.max_model_len:
-            text = f"This model's maximum context length is {self.max_model_len} tokens, the prompt has {len(prompt)}"
-            return _error(400, text)
+            return self._overflow(f"the prompt has {len(prompt)}")
         request_id = _PREFIX + str(body.get("request_id") or next(self._ids))
+        choice = await self._tracked(request_id, prompt, body["sampling_params"])
+        if body["sampling_params"].get("logprobs") is None:
+            choice["logprobs"] = None
+        return web.json_response({"request_id": request_id, "model": body.get("model"), "choices": [choice]})
+
+    async def _complete(self, request: web.Request) -> web.Response:
+        body = await request.json()
+        prompt: list[int] = body["prompt"]
+        if len(prompt) + body["max_tokens"] > self.max_model_len:
+            return self._overflow(f"you asked for {body['max_tokens']} after {len(prompt)}")
+        request_id = f"cmpl-{body.get('request_id') or next(self._ids)}"
+        choice = await self._tracked(f"{request_id}-0", prompt, body)
+        ids = choice["token_ids"]
+        del choice["weight_versions"]
+        if not body.get("return_token_ids"):
+            del choice["token_ids"]
+        named = body.get("return_tokens_as_token_ids")
+        tokens = [f"token_id:{token_id}" if named else f"<{token_id}>" for token_id in ids]
+        asked = body.get("logprobs") is not None
+        choice["logprobs"] = {"tokens": tokens, "token_logprobs": [self.logprob] * len(ids)} if asked else None
+        return web.json_response({"id": request_id, "model": "policy", "choices": [choice]})
+
+    async def _models(self, _: web.Request) -> web.Response:
+        return web.json_response({"data": [{"id": "policy", "max_model_len": self.max_model_len}]})
+
+    def _overflow(self, what: str) -> web.Response:
+        return _error(400, f"This model's maximum context length is {self.max_model_len} tokens, {what}")
+
+    async def _tracked(self, request_id: str, prompt: list[int], params: dict[str, Any]) -> dict[str, Any]:
         self.open.add(request_id)
         try:
-            choice = await self._sample(request_id, prompt, body["sampling_params"])
+            return await self._sample(request_id, prompt, params)
         finally:
             self.open.discard(request_id)
             self._aborted.discard(request_id)
-        return web.json_response({"request_id": request_id, "model": body.get("model"), "choices": [choice]})
 
     async def _sample(self, request_id: str, prompt: list[int], params: dict[str, Any]) -> dict[str, Any]:
         limit = min(params["max_tokens"], self.max_model_len - len(prompt))
@@ -236,12 +279,26 @@ class ScriptedEngine:
         self.weights = path
         return web.json_response({"results": [{"ok": True, "version": name, "seconds": self.load_s}]})
 
+    async def _ok(self, _: web.Request) -> web.Response:
+        return web.json_response({"message": "done"})
+
+    async def _update_weights(self, request: web.Request) -> web.Response:
+        path = Path((await request.json())["update_info"]["path"])
+        await asyncio.sleep(self.load_s)
+        if refusal := self.accept(path):
+            return _error(500, refusal)
+        self.weights = path
+        return await self._ok(request)
+
     async def _update_weight_version(self, request: web.Request) -> web.Response:
         self.version = (await request.json())["new_version"]
         return web.json_response({"success": True, "new_version": self.version})
 
     async def _weight_info(self, _: web.Request) -> web.Response:
         return web.json_response({"weight_version": self.version})
+
+    async def _metrics(self, _: web.Request) -> web.Response:
+        return web.Response(text=self.metrics) if self.metrics is not None else web.Response(status=404)
 
 
 def _error(status: int, message: str) -> web.Response:

@@ -9,13 +9,15 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from pathlib import Path
 
 from common.db import engines, versions
-from common.db.engines import EngineRow
+from common.db.engines import EngineRow, Lag
 from common.db.session import Database
 from common.db.versions import PolicyVersion
 from common.errors import DatabaseUnavailable
-from common.weights import WeightsDamaged, parse_version_name, verify, version_name
+from common.weight_cache import WeightCache
+from common.weights import LOADING, WeightsDamaged, WeightsError, parse_version_name, version_name
 from workers.engine_client import EngineClient
 from workers.engine_errors import EngineError, LoadRefused
 
@@ -25,12 +27,8 @@ ENGINE_LEASE_S = 15.0
 """How long an engine stays with a keeper that shows no sign of life."""
 QUARANTINE_AFTER = 3
 """Failures in a row, after which an engine gets no new work."""
-NEVER = 1_000_000
-"""As a number of failures: a damaged folder is not the fault of the engines, whose old weights serve on."""
 RESUME_TRIES = 3
 RESUME_PAUSE_S = 0.2
-LOADING = "loading"
-"""The version's name while weights are exchanged. No run's: whatever dies in between, no token gets a wrong version."""
 
 
 class WeightKeeper:
@@ -43,12 +41,14 @@ class WeightKeeper:
         *,
         owner: str,
         poll_s: float,
+        cache: WeightCache,
         lease_s: float = ENGINE_LEASE_S,
     ) -> None:
         self._database = database
         self._client = client
         self._owner = owner
         self._poll_s = poll_s
+        self._cache = cache
         self._lease_s = lease_s
         self._owned_until = 0.0
         """Of time.monotonic."""
@@ -56,11 +56,11 @@ class WeightKeeper:
         self._num_announced = 0
         self._tending: dict[int, asyncio.Task[None]] = {}
         """Engine id -> the task that alone talks to it."""
-        self._verified: dict[int, PolicyVersion] = {}
-        """Run id -> the version whose folder was checked last."""
+        self._verified: dict[int, tuple[PolicyVersion, Path]] = {}
+        """Run id -> the version that was checked last, and its folder here."""
         self._verifying = asyncio.Lock()
         self._troubles: dict[object, str] = {}
-        """Engine id -> what was logged of it last."""
+        """Engine id, or ("lag", engine id) -> what was logged of it last."""
 
     def announce(self) -> None:
         """Look for new versions now. Call it on the loop's thread."""
@@ -110,8 +110,8 @@ class WeightKeeper:
                 if not loaded and heard == self._num_announced:
                     break
             self._report(engine.id, None)
-        except WeightsDamaged as error:
-            await self._failed(engine, error, quarantine_after=NEVER, known=True)
+        except WeightsError as error:
+            await self._lacks_weights(engine, error)
         except LoadRefused as error:
             await self._failed(engine, error, quarantine_after=QUARANTINE_AFTER, known=True)
         except EngineError as error:
@@ -133,29 +133,35 @@ class WeightKeeper:
         if target is None or served == target.number:
             if paused:
                 await self._resume_forgotten(engine)
-            await asyncio.to_thread(self._loaded, engine, served)
+            await self._serves_well(engine, served, num_loads=0)
             return False
         if served != engine.version:
             await asyncio.to_thread(self._serves, engine, served)
+        if not await asyncio.to_thread(self._starts_loading, engine, target.number):
+            return False  # Somebody else took the engine, and loads it now.
         try:
-            await self._verify(target)
-        except WeightsDamaged:
+            folder = await self._verify(target)
+        except WeightsError:
             if paused:
                 await self._resume_forgotten(engine)
             raise
-        await self._load(engine, target, name)
-        await asyncio.to_thread(self._loaded, engine, target.number)
+        await self._load(engine, target, folder, name)
+        await self._serves_well(engine, target.number, num_loads=1)
         return True
 
-    async def _load(self, engine: EngineRow, target: PolicyVersion, old_name: str) -> None:
+    async def _serves_well(self, engine: EngineRow, version: int | None, *, num_loads: int) -> None:
+        await asyncio.to_thread(self._loaded, engine, version, num_loads)
+        self._report(("lag", engine.id), None)
+
+    async def _load(self, engine: EngineRow, target: PolicyVersion, folder: Path, old_name: str) -> None:
         """Pause, exchange, name, resume. Resumes whatever happens, unless the engine is out of reach."""
         started = time.monotonic()
         new_name = version_name(target.run, target.number)
         try:
-            await self._client.pause(engine.url)
+            await self._client.pause(engine.url, in_flight=target.in_flight)
             await self._client.update_weight_version(engine.url, LOADING)
             try:
-                await self._client.load_version(engine.url, target.path, new_name)
+                await self._client.load_version(engine.url, folder, new_name)
             except LoadRefused:
                 await self._client.update_weight_version(engine.url, old_name)
                 raise
@@ -179,25 +185,45 @@ class WeightKeeper:
         await self._client.resume(url)
 
     async def _resume_forgotten(self, engine: EngineRow) -> None:
+        if not await asyncio.to_thread(self._owns, engine):
+            return  # Its new owner paused it.
         logger.warning("engine was left paused, by a keeper that died or by hand; resuming it engine=%s", engine.url)
         await self._resume(engine.url)
 
-    async def _verify(self, target: PolicyVersion) -> None:
-        """Check the version's folder, once for all engines, and before any of them is paused."""
+    async def _verify(self, target: PolicyVersion) -> Path:
+        """The version's folder here: fetched and checked once for all engines, before any of them is paused."""
         async with self._verifying:
-            if self._verified.get(target.run_id) != target:
-                await asyncio.to_thread(verify, target.path, target.manifest_sha256)
-                self._verified[target.run_id] = target
+            verified = self._verified.get(target.run_id)
+            if verified is None or verified[0] != target or not verified[1].exists():
+                folder = await asyncio.to_thread(self._folder, target)
+                verified = self._verified[target.run_id] = (target, folder)
+            return verified[1]
+
+    async def _lacks_weights(self, engine: EngineRow, error: WeightsError) -> None:
+        self._report(engine.id, f"weights not loaded engine={engine.url}: {error}")
+        try:
+            lag = await asyncio.to_thread(self._store_lack, engine, error)
+        except DatabaseUnavailable:
+            return  # The next poll finds the engine as it is.
+        self._report_lag(engine, lag)
 
     async def _failed(self, engine: EngineRow, error: Exception, *, quarantine_after: int, known: bool) -> None:
         """`known`: whether the engine still serves what the database says."""
         self._report(engine.id, f"weights not loaded engine={engine.url}: {error}")
         try:
-            await asyncio.to_thread(self._store_failure, engine, str(error), quarantine_after, known)
+            lag = await asyncio.to_thread(self._store_failure, engine, error, quarantine_after, known)
         except DatabaseUnavailable:
             return  # The next poll finds the engine as it is.
+        self._report_lag(engine, lag)
 
-    def _report(self, key: int | None, trouble: str | None) -> None:
+    def _report_lag(self, engine: EngineRow, lag: Lag | None) -> None:
+        if lag is not None:
+            behind = f"serves={lag.version} newest={lag.newest} max_staleness={lag.max_staleness}"
+            self._report(
+                ("lag", engine.id), f"engine gets no new work, it is too far behind engine={engine.url} {behind}"
+            )
+
+    def _report(self, key: object, trouble: str | None) -> None:
         """Log an ERROR when the trouble changes, once, and when it is over. Key None is the database's."""
         before = self._troubles.get(key)
         if trouble is not None and trouble != before:
@@ -217,19 +243,46 @@ class WeightKeeper:
         with self._database.begin() as conn:
             return versions.newest(conn, run_id)
 
-    def _loaded(self, engine: EngineRow, version: int | None) -> None:
+    def _loaded(self, engine: EngineRow, version: int | None, num_loads: int) -> None:
         with self._database.begin() as conn:
-            engines.loaded(conn, engine.id, owner=self._owner, version=version)
+            engines.loaded(conn, engine.id, owner=self._owner, version=version, num_loads=num_loads)
 
     def _serves(self, engine: EngineRow, version: int | None) -> None:
         with self._database.begin() as conn:
             engines.serves(conn, engine.id, owner=self._owner, version=version)
 
-    def _store_failure(self, engine: EngineRow, error: str, quarantine_after: int, known: bool) -> None:
+    def _owns(self, engine: EngineRow) -> bool:
         with self._database.begin() as conn:
-            engines.failed(conn, engine.id, owner=self._owner, error=error, quarantine_after=quarantine_after)
+            return engines.owns(conn, engine.id, owner=self._owner)
+
+    def _starts_loading(self, engine: EngineRow, version: int) -> bool:
+        with self._database.begin() as conn:
+            return engines.starts_loading(conn, engine.id, owner=self._owner, version=version)
+
+    def _folder(self, target: PolicyVersion) -> Path:
+        return self._cache.folder(target.location, target.manifest_sha256, named=self._named)
+
+    def _named(self) -> list[str]:
+        with self._database.begin() as conn:
+            return [version.manifest_sha256 for version in versions.loadable(conn)]
+
+    def _store_lack(self, engine: EngineRow, error: WeightsError) -> Lag | None:
+        refused = isinstance(error, WeightsDamaged)
+        with self._database.begin() as conn:
+            return engines.lacks_weights(conn, engine.id, owner=self._owner, error=str(error), refused=refused)
+
+    def _store_failure(self, engine: EngineRow, error: Exception, quarantine_after: int, known: bool) -> Lag | None:
+        with self._database.begin() as conn:
             if not known:
                 engines.serves(conn, engine.id, owner=self._owner, version=None)
+            return engines.failed(
+                conn,
+                engine.id,
+                owner=self._owner,
+                error=str(error),
+                quarantine_after=quarantine_after,
+                refused=isinstance(error, LoadRefused),
+            )
 
 
 def _served(name: str, target: PolicyVersion | None) -> int | None:

@@ -74,6 +74,13 @@ CHECKS: Mapping[str, str] = MappingProxyType(
                 SELECT e.id FROM episode e LEFT JOIN turn t ON t.episode_id = e.id AND t.attempt = e.attempt
                  WHERE e.run_id = :run_id GROUP BY e.id HAVING count(t.id) <> e.num_turns) AS wrong
         """,
+        # Attempts whose samples are not 0, 1, 2 … in the order of their turns.
+        "sample_gaps": """
+            SELECT count(DISTINCT id) FROM (
+                SELECT e.id, t.sample, lag(t.sample) OVER (PARTITION BY e.id, t.attempt ORDER BY t.index) AS before
+                  FROM turn t JOIN episode e ON e.id = t.episode_id WHERE e.run_id = :run_id) AS ordered
+             WHERE sample - coalesce(before, 0) NOT IN (0, 1) OR (before IS NULL AND sample <> 0)
+        """,
         # Stored ids or log-probs that are not what came over the wire.
         "turns_damaged": """
             SELECT count(*) FROM turn t

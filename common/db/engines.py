@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from sqlalchemy import Connection, Row, text
@@ -20,6 +20,8 @@ class EngineRow:
     state: EngineState
     version: int | None
     """Policy version that it serves; None = not yet loaded, or not known."""
+    newest: int | None = None
+    """The newest version of its run, where it was asked for; None = none is published."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,13 +34,35 @@ class EngineStatus:
     state: EngineState
     version: int | None
     """None = none of its run's."""
+    newest: int | None
+    """The newest version of its run; None = none is published."""
     healthy_s: float | None
     """Seconds since it last answered its keeper; None = never."""
     error: str | None
     """Of the last probe or load that failed, until one succeeds."""
+    num_loads: int
+    num_refusals: int
+    """Loads refused since it was registered first: the version is damaged or does not fit."""
+    num_failures: int
+    """Loads and probes that failed otherwise."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class Lag:
+    """An engine that is further behind its run's newest version than the run allows."""
+
+    version: int
+    newest: int
+    max_staleness: int
+
+
+WEIGHTS_RETRY_S = 1.0
+"""How long after a version could not be had it is asked for again."""
 _COLUMNS = "id, url, run_id, state, version"
+_NEWEST = "(SELECT max(v.number) FROM policy_version v WHERE v.run_id = e.run_id) AS newest"
+_LAG = f"""version, {_NEWEST}, (
+    SELECT CAST(r.config #>> '{{train,max_staleness}}' AS int) FROM run r WHERE r.id = e.run_id
+) AS max_staleness"""
 
 
 def register(conn: Connection, url: str, *, run_id: int) -> None:
@@ -48,7 +72,8 @@ def register(conn: Connection, url: str, *, run_id: int) -> None:
             """
             INSERT INTO engine (url, run_id) VALUES (:url, :run_id)
             ON CONFLICT (url) DO UPDATE
-               SET run_id = excluded.run_id, state = 'SERVING', version = NULL, failures = 0, retry_at = NULL
+               SET run_id = excluded.run_id, state = 'SERVING', version = NULL, loading = NULL, failures = 0,
+                   retry_at = NULL
             """
         ),
         {"url": url, "run_id": run_id},
@@ -59,8 +84,9 @@ def status(conn: Connection) -> list[EngineStatus]:
     """All engines, those of the newest run first."""
     rows = conn.execute(
         text(
-            """
-            SELECT e.url, r.name AS run, e.state, e.version, e.error,
+            f"""
+            SELECT e.url, r.name AS run, e.state, e.version, {_NEWEST}, e.error,
+                   e.num_loads, e.num_refusals, e.num_failures,
                    extract(epoch FROM now() - e.healthy_at)::float AS healthy_s
               FROM engine e LEFT JOIN run r ON r.id = e.run_id ORDER BY e.run_id DESC NULLS LAST, e.id
             """
@@ -104,18 +130,78 @@ def own(conn: Connection, owner: str, *, lease_s: float) -> list[EngineRow]:
     return [_row(row) for row in rows]
 
 
-def loaded(conn: Connection, engine_id: int, *, owner: str, version: int | None) -> None:
-    """The engine answered and serves this version (None = none of its run's)."""
+def loaded(conn: Connection, engine_id: int, *, owner: str, version: int | None, num_loads: int = 0) -> None:
+    """The engine answered and serves this version (None = none of its run's); `num_loads`: just loaded."""
     conn.execute(
         text(
             """
-            UPDATE engine SET version = :version, healthy_at = now(), failures = 0, retry_at = NULL, error = NULL,
+            UPDATE engine SET version = :version, loading = NULL, healthy_at = now(), failures = 0, retry_at = NULL,
+                   error = NULL, num_loads = num_loads + :num_loads,
                    state = CASE WHEN state = 'QUARANTINED' THEN 'SERVING' ELSE state END
              WHERE id = :id AND owner = :owner
             """
         ),
+        {"id": engine_id, "owner": owner, "version": version, "num_loads": num_loads},
+    )
+
+
+def starts_loading(conn: Connection, engine_id: int, *, owner: str, version: int) -> bool:
+    """Its keeper is about to fetch and load this version, which nobody prunes until the engine has it or refused it.
+
+    False = the engine has another owner by now.
+    """
+    done = conn.execute(
+        text("UPDATE engine SET loading = :version WHERE id = :id AND owner = :owner"),
         {"id": engine_id, "owner": owner, "version": version},
     )
+    return bool(done.rowcount)
+
+
+def owns(conn: Connection, engine_id: int, *, owner: str) -> bool:
+    """Whether `owner` may pause, load and resume the engine now."""
+    known = text("SELECT count(*) FROM engine WHERE id = :id AND owner = :owner AND owner_until > now()")
+    return bool(conn.execute(known, {"id": engine_id, "owner": owner}).scalar_one())
+
+
+def take(conn: Connection, engine_id: int, *, owner: str, lease_s: float) -> bool:
+    """Take or renew an engine for the trainer, also from a keeper; False = that one is about to load it."""
+    done = conn.execute(
+        text(
+            """
+            UPDATE engine SET owner = :owner, owner_until = now() + :lease_s * interval '1 second'
+             WHERE id = :id AND (loading IS NULL OR owner = :owner OR owner IS NULL OR owner_until < now())
+            """
+        ),
+        {"id": engine_id, "owner": owner, "lease_s": lease_s},
+    )
+    return bool(done.rowcount)
+
+
+def give_back(conn: Connection, engine_id: int, *, owner: str) -> None:
+    """Leave the engine to the next keeper that polls."""
+    conn.execute(
+        text("UPDATE engine SET owner = NULL, owner_until = NULL WHERE id = :id AND owner = :owner"),
+        {"id": engine_id, "owner": owner},
+    )
+
+
+def lacks_weights(conn: Connection, engine_id: int, *, owner: str, error: str, refused: bool) -> Lag | None:
+    """The version that it should serve can't be had. It is not to blame: no failure is counted; tried again later.
+
+    `refused`: the version is there and damaged. Returns how far it is behind, if that is too far for new work.
+    """
+    row = conn.execute(
+        text(
+            f"""
+            UPDATE engine e SET error = :error, loading = NULL, retry_at = now() + :wait_s * interval '1 second',
+                   num_refusals = num_refusals + CAST(:refused AS int)
+             WHERE id = :id AND owner = :owner
+            RETURNING {_LAG}
+            """
+        ),
+        {"id": engine_id, "owner": owner, "error": error, "wait_s": WEIGHTS_RETRY_S, "refused": refused},
+    ).first()
+    return _lag(row)
 
 
 def serves(conn: Connection, engine_id: int, *, owner: str, version: int | None) -> None:
@@ -129,32 +215,47 @@ def serves(conn: Connection, engine_id: int, *, owner: str, version: int | None)
     )
 
 
-def failed(conn: Connection, engine_id: int, *, owner: str, error: str, quarantine_after: int) -> None:
-    """A probe or a load failed: try again with back-off, and give it no new work after some failures in a row."""
-    conn.execute(
+def failed(
+    conn: Connection, engine_id: int, *, owner: str, error: str, quarantine_after: int, refused: bool = False
+) -> Lag | None:
+    """A probe or a load failed: try again with back-off, and give it no new work after some failures in a row.
+
+    `refused`: the weights were at fault. Returns how far it is behind, if that is too far for new work.
+    """
+    row = conn.execute(
         text(
-            """
-            UPDATE engine SET failures = failures + 1, error = :error,
+            f"""
+            UPDATE engine e SET failures = failures + 1, error = :error, loading = NULL,
+                   num_refusals = num_refusals + CAST(:refused AS int),
+                   num_failures = num_failures + 1 - CAST(:refused AS int),
                    retry_at = now() + least(power(2, least(failures, 5)) * 0.25, 2) * interval '1 second',
                    state = CASE WHEN failures + 1 >= :quarantine_after AND state = 'SERVING'
                                 THEN 'QUARANTINED' ELSE state END
              WHERE id = :id AND owner = :owner
+            RETURNING {_LAG}
             """
         ),
-        {"id": engine_id, "owner": owner, "error": error, "quarantine_after": quarantine_after},
-    )
+        {
+            "id": engine_id,
+            "owner": owner,
+            "error": error,
+            "quarantine_after": quarantine_after,
+            "refused": refused,
+        },
+    ).first()
+    return _lag(row)
 
 
 def serving(conn: Connection, run_id: int) -> list[EngineRow]:
     """Engines that may take new work of the run."""
     rows = conn.execute(
         text(
-            f"SELECT {_COLUMNS} FROM engine WHERE run_id = :run_id AND state = 'SERVING' AND version IS NOT NULL"
-            " ORDER BY id"
+            f"SELECT {_COLUMNS}, {_NEWEST} FROM engine e"
+            " WHERE run_id = :run_id AND state = 'SERVING' AND version IS NOT NULL ORDER BY id"
         ),
         {"run_id": run_id},
     )
-    return [_row(row) for row in rows]
+    return [replace(_row(row), newest=row.newest) for row in rows]
 
 
 def live_version(conn: Connection, run_id: int) -> int | None:
@@ -167,3 +268,9 @@ def live_version(conn: Connection, run_id: int) -> int | None:
 
 def _row(row: Row[Any]) -> EngineRow:
     return EngineRow(id=row.id, url=row.url, run_id=row.run_id, state=EngineState(row.state), version=row.version)
+
+
+def _lag(row: Row[Any] | None) -> Lag | None:
+    if row is None or row.version is None or row.newest is None or row.newest - row.version <= row.max_staleness:
+        return None
+    return Lag(version=row.version, newest=row.newest, max_staleness=row.max_staleness)

@@ -88,7 +88,7 @@ EXAMPLES = tuple(
             SELECT turn, concat_ws(' ', nullif(messages #>> '{0,content}', ''), messages #>> '{0,tool_calls,0,name}',
                                    messages #>> '{0,tool_calls,0,arguments}') AS agent,
                    messages #>> '{1,content}' AS tool, sampled_ids, logprobs
-              FROM samples
+              FROM turns
              WHERE run = :run AND episode_id = (
                    SELECT e.id FROM episode e JOIN run r ON r.id = e.run_id
                     WHERE r.name = :run AND e.state = 'SCORED'

@@ -43,9 +43,9 @@ TURNS = Extract(
         JOIN turn_tokens x ON x.turn_id = t.id
        WHERE e.run_id = :run_id""",
     columns="""
-        t.episode_id, t.attempt, t.index, t.finish_reason, x.suffix_ids, x.sampled_ids, x.logprobs,
-        t.version_spans AS versions, CAST(t.messages AS text) AS messages, t.digest, t.engine, t.latency_ms,
-        t.created_at""",
+        t.episode_id, t.attempt, t.index, t.sample, t.finish_reason, x.suffix_ids, x.sampled_ids, x.logprobs,
+        t.version_spans AS versions, CAST(t.messages AS text) AS messages, CAST(t.compacted AS text) AS compacted,
+        t.digest, t.engine, t.latency_ms, t.created_at""",
     order="t.episode_id, t.attempt, t.index",
 )
 EVENTS = Extract(

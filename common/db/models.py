@@ -215,6 +215,8 @@ class Turn(Base):
     episode_id: Mapped[int] = mapped_column(ForeignKey("episode.id"))
     attempt: Mapped[int] = mapped_column(SmallInteger)
     index: Mapped[int] = mapped_column(SmallInteger)
+    sample: Mapped[int] = mapped_column(SmallInteger, server_default="0")
+    """Training row of the attempt that it belongs to: one more with each turn whose history was rewritten."""
     finish_reason: Mapped[str]
     num_suffix: Mapped[int]
     num_sampled: Mapped[int]
@@ -223,6 +225,8 @@ class Turn(Base):
     digest: Mapped[bytes]
     """sha256 of the sampled ids and log-probs as they came over the wire."""
     messages: Mapped[list[Any]]
+    compacted: Mapped[list[Any] | None] = mapped_column(JSONB(none_as_null=True))
+    """What the handler left of the conversation before this turn; NULL = all of it."""
     engine: Mapped[str]
     latency_ms: Mapped[int]
     created_at: Mapped[datetime] = _now()
@@ -234,7 +238,7 @@ class TurnTokens(Base):
     __tablename__ = "turn_tokens"
     turn_id: Mapped[int] = mapped_column(ForeignKey("turn.id", ondelete="CASCADE"), primary_key=True)
     suffix_ids: Mapped[bytes]
-    """int32 little-endian; what was appended to the prompt before this turn."""
+    """int32 little-endian; what was appended to the prompt before this turn, or all of it where a sample begins."""
     sampled_ids: Mapped[bytes]
     """int32 little-endian."""
     logprobs: Mapped[bytes]
@@ -269,6 +273,8 @@ class Engine(Base):
     state: Mapped[str] = mapped_column(server_default="SERVING")
     version: Mapped[int | None]
     """Policy version of `run_id` that it serves; None = none yet."""
+    loading: Mapped[int | None]
+    """Policy version that its keeper fetches and loads; None = none."""
     owner: Mapped[str | None]
     """The weight keeper that may load weights into it."""
     owner_until: Mapped[datetime | None]
@@ -276,6 +282,12 @@ class Engine(Base):
     """When it last answered."""
     failures: Mapped[int] = mapped_column(server_default="0")
     """Failed loads or probes in a row."""
+    num_loads: Mapped[int] = mapped_column(server_default="0")
+    """Versions loaded into it since it was registered first. This and the next two only grow."""
+    num_refusals: Mapped[int] = mapped_column(server_default="0")
+    """Loads that were refused, by the keeper or the engine: the version is damaged or does not fit."""
+    num_failures: Mapped[int] = mapped_column(server_default="0")
+    """Loads and probes that failed otherwise: it was away, too slow, or broken."""
     retry_at: Mapped[datetime | None]
     error: Mapped[str | None]
 

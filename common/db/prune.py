@@ -60,7 +60,7 @@ def empty_turns(database: Database, run: Run) -> Iterator[int]:
         run,
         (
             "DELETE FROM turn_tokens USING turn t WHERE turn_id = t.id AND t.episode_id = ANY(:ids)",
-            "UPDATE turn SET messages = '[]' WHERE episode_id = ANY(:ids) AND messages <> '[]'",
+            "UPDATE turn SET messages = '[]', compacted = NULL WHERE episode_id = ANY(:ids) AND messages <> '[]'",
         ),
     )
 

@@ -55,6 +55,9 @@ class Summary:
     """Largest |trainer - engine| log-probability of a token of the version being trained, in nats; None = no step."""
     tokens_sampled: int
     """Over all attempts, the lost ones included."""
+    histories_rewritten: int
+    """Turns that began a new training row, since their prompt did not go on from the turns before; lost attempts
+    included."""
     attempts: int
     """Over all episodes; more than `episodes_total` where attempts were started afresh."""
     outcomes: Mapping[str, int]
@@ -101,6 +104,7 @@ def summary(conn: Connection, run_id: int) -> Summary:
         token_mismatches=trained.mismatches,
         logprob_gap_max=trained.gap_max,
         tokens_sampled=sampled.tokens,
+        histories_rewritten=sampled.rewritten,
         attempts=sampled.attempts,
         outcomes=sampled.outcomes,
         failures=failures,
@@ -181,18 +185,22 @@ def _trained(conn: Connection, run_id: int) -> _Trained:
 @dataclass(frozen=True, kw_only=True)
 class _Sampled:
     tokens: int
+    rewritten: int
     attempts: int
     outcomes: dict[str, int]
 
 
 def _sampled(conn: Connection, run_id: int) -> _Sampled:
-    tokens = conn.execute(
+    turns = conn.execute(
         text(
-            "SELECT coalesce(sum(t.num_sampled), 0) FROM turn t JOIN episode e ON e.id = t.episode_id"
-            " WHERE e.run_id = :run_id"
+            """
+            SELECT coalesce(sum(t.num_sampled), 0) AS tokens,
+                   count(DISTINCT (t.episode_id, t.attempt, t.sample)) FILTER (WHERE t.sample > 0) AS rewritten
+              FROM turn t JOIN episode e ON e.id = t.episode_id WHERE e.run_id = :run_id
+            """
         ),
         {"run_id": run_id},
-    ).scalar_one()
+    ).one()
     rows = conn.execute(
         text(
             """
@@ -203,7 +211,8 @@ def _sampled(conn: Connection, run_id: int) -> _Sampled:
         {"run_id": run_id},
     ).all()
     return _Sampled(
-        tokens=tokens,
+        tokens=turns.tokens,
+        rewritten=turns.rewritten,
         attempts=sum(row.attempts for row in rows),
         outcomes={row.outcome: row.num for row in rows if row.outcome is not None},
     )

@@ -76,7 +76,10 @@ GRANTS: Mapping[Role, Grants] = MappingProxyType(
                 "turn": ("SELECT", "INSERT"),
                 "turn_tokens": ("SELECT", "INSERT"),
                 "policy_version": ("SELECT",),
-                "engine": ("UPDATE (owner, owner_until, version, healthy_at, failures, retry_at, error, state)",),
+                "engine": (
+                    "UPDATE (owner, owner_until, version, loading, healthy_at, failures, retry_at, error, state,"
+                    " num_loads, num_refusals, num_failures)",
+                ),
             },
         ),
         Role.EVAL: _with(_STAGE, {"turn": ("SELECT",), "episode": ("UPDATE (reward, reward_parts)",)}),
@@ -87,6 +90,7 @@ GRANTS: Mapping[Role, Grants] = MappingProxyType(
                 "UPDATE (state, finished_at, sharing, weight, max_episodes_in_flight, max_sandboxes)",
             ),
             "episode_group": ("SELECT", "UPDATE (state, step_id, drop_reason, dropped_version)"),
+            "engine": ("SELECT", "UPDATE (owner, owner_until)"),
             "episode": ("SELECT",),
             "turn": ("SELECT",),
             "turn_tokens": ("SELECT",),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 
 import numpy as np
 from sqlalchemy import Connection, text
@@ -61,10 +62,10 @@ def _storing(*, is_last: bool) -> Prepared:
              WHERE id = :episode_id AND claim_token = :token AND num_turns = :index AND state = 'READY'
             RETURNING id
         ), made AS (
-            INSERT INTO turn (episode_id, attempt, index, finish_reason, num_suffix, num_sampled, version_spans, digest,
-                              messages, engine, latency_ms)
-            SELECT id, :attempt, :index, :finish_reason, :num_suffix, :num_sampled, :version_spans, :digest, :messages,
-                   :engine, :latency_ms
+            INSERT INTO turn (episode_id, attempt, index, sample, finish_reason, num_suffix, num_sampled,
+                              version_spans, digest, messages, compacted, engine, latency_ms)
+            SELECT id, :attempt, :index, :sample, :finish_reason, :num_suffix, :num_sampled,
+                   :version_spans, :digest, :messages, :compacted, :engine, :latency_ms
               FROM held
             RETURNING id
         ), stored AS (
@@ -75,8 +76,8 @@ def _storing(*, is_last: bool) -> Prepared:
         """,
         {
             **dict.fromkeys(("num_sampled", "num_suffix", "latency_ms", "oldest", "newest"), "int"),
-            **dict.fromkeys(("attempt", "index"), "smallint"),
-            **dict.fromkeys(("version_spans", "messages"), "jsonb"),
+            **dict.fromkeys(("attempt", "index", "sample"), "smallint"),
+            **dict.fromkeys(("version_spans", "messages", "compacted"), "jsonb"),
             **dict.fromkeys(("digest", "suffix_ids", "sampled_ids", "logprobs"), "bytea"),
             **dict.fromkeys(("finish_reason", "engine", "worker", "outcome"), "text"),
             "episode_id": "bigint",
@@ -97,12 +98,14 @@ def _row(claim: Claim, turn: Turn) -> dict[str, object]:
         "newest": max(versions, default=None),
         "attempt": claim.attempt,
         "index": turn.index,
+        "sample": turn.sample,
         "finish_reason": turn.sampled.finish_reason,
         "num_suffix": len(turn.suffix_ids),
         "num_sampled": len(turn.sampled.ids),
         "version_spans": json.dumps([span.model_dump() for span in turn.sampled.spans]),
         "digest": turn.sampled.digest,
-        "messages": json.dumps([message.model_dump() for message in turn.messages]),
+        "messages": _dump(turn.messages),
+        "compacted": None if turn.compacted is None else _dump(turn.compacted),
         "engine": turn.engine,
         "latency_ms": turn.latency_ms,
         "suffix_ids": ids_to_bytes(turn.suffix_ids),
@@ -116,8 +119,8 @@ def load(conn: Connection, episode_id: int, attempt: int) -> list[Turn]:
     rows = conn.execute(
         text(
             """
-            SELECT t.index AS turn_index, t.finish_reason, t.version_spans, t.messages, t.engine, t.latency_ms,
-                   k.suffix_ids, k.sampled_ids, k.logprobs
+            SELECT t.index AS turn_index, t.sample, t.finish_reason, t.version_spans, t.messages, t.compacted,
+                   t.engine, t.latency_ms, k.suffix_ids, k.sampled_ids, k.logprobs
               FROM turn t JOIN turn_tokens k ON k.turn_id = t.id
              WHERE t.episode_id = :episode_id AND t.attempt = :attempt ORDER BY t.index
             """
@@ -127,6 +130,7 @@ def load(conn: Connection, episode_id: int, attempt: int) -> list[Turn]:
     return [
         Turn(
             index=row.turn_index,
+            sample=row.sample,
             suffix_ids=tuple(np.frombuffer(row.suffix_ids, "<i4").tolist()),
             sampled=Sampled(
                 ids=tuple(np.frombuffer(row.sampled_ids, "<i4").tolist()),
@@ -134,7 +138,8 @@ def load(conn: Connection, episode_id: int, attempt: int) -> list[Turn]:
                 spans=tuple(VersionSpan.model_validate(span) for span in row.version_spans),
                 finish_reason=FinishReason(row.finish_reason),
             ),
-            messages=tuple(Message.model_validate(message) for message in row.messages),
+            messages=_messages(row.messages),
+            compacted=None if row.compacted is None else _messages(row.compacted),
             engine=row.engine,
             latency_ms=row.latency_ms,
         )
@@ -142,12 +147,21 @@ def load(conn: Connection, episode_id: int, attempt: int) -> list[Turn]:
     ]
 
 
+def _dump(messages: Sequence[Message]) -> str:
+    return json.dumps([message.model_dump() for message in messages])
+
+
+def _messages(stored: list[dict[str, object]]) -> tuple[Message, ...]:
+    return tuple(Message.model_validate(message) for message in stored)
+
+
 def load_for_step(conn: Connection, step_id: int) -> list[ScoredEpisode]:
     """The SCORED episodes of a step's groups with their tokens, ordered by group and index."""
     rows = conn.execute(
         text(
             """
-            SELECT e.id, e.group_id, e.outcome, e.reward, t.version_spans, k.suffix_ids, k.sampled_ids, k.logprobs
+            SELECT e.id, e.group_id, e.outcome, e.reward, t.sample, t.version_spans, k.suffix_ids, k.sampled_ids,
+                   k.logprobs
               FROM episode_group g
               JOIN episode e ON e.group_id = g.id AND e.state = 'SCORED'
               JOIN turn t ON t.episode_id = e.id AND t.attempt = e.attempt
@@ -166,14 +180,15 @@ def load_for_step(conn: Connection, step_id: int) -> list[ScoredEpisode]:
             group_id=row.group_id,
             outcome=row.outcome,
             reward=row.reward,
-            turns=(*(earlier.turns if earlier else ()), _tokens(row.version_spans, row)),
+            turns=(*(earlier.turns if earlier else ()), _tokens(row.sample, row.version_spans, row)),
         )
     return list(episodes.values())
 
 
-def _tokens(spans: list[dict[str, int]], row: object) -> TurnTokens:
+def _tokens(sample: int, spans: list[dict[str, int]], row: object) -> TurnTokens:
     suffix, sampled, logprobs = (getattr(row, name) for name in ("suffix_ids", "sampled_ids", "logprobs"))
     return TurnTokens(
+        sample=sample,
         suffix_ids=np.frombuffer(suffix, "<i4"),
         sampled_ids=np.frombuffer(sampled, "<i4"),
         logprobs=np.frombuffer(logprobs, "<f4"),

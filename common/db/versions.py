@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-from sqlalchemy import Connection, text
+from sqlalchemy import Connection, Row, text
 
-from common.weights import Published
+from common.config import InFlight
+from common.weights import Published, folder_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -18,12 +20,21 @@ class PolicyVersion:
     run: str
     """The run's name: part of the name under which engines serve the version."""
     number: int
-    path: Path
+    location: str
+    """Path of its folder, or the URL below which its objects lie."""
     manifest_sha256: str
+    in_flight: InFlight
+    """What the run wants of requests under way while it is loaded."""
+
+    @property
+    def path(self) -> Path:
+        """Its folder, where the store is one."""
+        return folder_of(self.location)
 
 
 _SELECT = """
-    SELECT v.run_id, r.name AS run, v.number, v.path, v.manifest_sha256
+    SELECT v.run_id, r.name AS run, v.number, v.path AS location, v.manifest_sha256,
+           coalesce(r.config #>> '{rollout,in_flight}', 'keep') AS in_flight
       FROM policy_version v JOIN run r ON r.id = v.run_id
 """
 
@@ -33,17 +44,7 @@ def newest(conn: Connection, run_id: int) -> PolicyVersion | None:
     row = conn.execute(
         text(_SELECT + " WHERE v.run_id = :run_id ORDER BY v.number DESC LIMIT 1"), {"run_id": run_id}
     ).first()
-    return (
-        PolicyVersion(
-            run_id=row.run_id,
-            run=row.run,
-            number=row.number,
-            path=Path(row.path),
-            manifest_sha256=row.manifest_sha256,
-        )
-        if row
-        else None
-    )
+    return _version(row) if row else None
 
 
 def publish(conn: Connection, run_id: int, number: int, published: Published) -> None:
@@ -56,5 +57,38 @@ def publish(conn: Connection, run_id: int, number: int, published: Published) ->
             ON CONFLICT (run_id, number) DO UPDATE SET path = excluded.path, manifest_sha256 = excluded.manifest_sha256
             """
         ),
-        {"run_id": run_id, "number": number, "path": str(published.path), "sha": published.manifest_sha256},
+        {"run_id": run_id, "number": number, "path": published.location, "sha": published.manifest_sha256},
     )
+
+
+def loadable(conn: Connection) -> list[PolicyVersion]:
+    """Versions that an engine of any run serves, or is about to: their files are still needed."""
+    rows = conn.execute(
+        text(
+            _SELECT + " WHERE EXISTS (SELECT FROM engine e WHERE e.run_id = v.run_id"
+            " AND v.number IN (e.version, e.loading))"
+        )
+    )
+    return [_version(row) for row in rows]
+
+
+def needed(conn: Connection, run_id: int) -> frozenset[int]:
+    """Numbers of the versions that an engine of the run or an episode that is not final names."""
+    numbers = conn.execute(
+        text(
+            """
+            SELECT version FROM engine WHERE run_id = :run_id AND version IS NOT NULL
+            UNION SELECT loading FROM engine WHERE run_id = :run_id AND loading IS NOT NULL
+            UNION SELECT (span ->> 'version')::int
+                    FROM episode e JOIN turn t ON t.episode_id = e.id AND t.attempt = e.attempt
+                    CROSS JOIN LATERAL jsonb_array_elements(t.version_spans) span
+                   WHERE e.run_id = :run_id AND e.state IN ('NEW', 'READY', 'SAMPLED')
+            """
+        ),
+        {"run_id": run_id},
+    )
+    return frozenset(numbers.scalars())
+
+
+def _version(row: Row[Any]) -> PolicyVersion:
+    return PolicyVersion(**row._mapping)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass, field
-from pathlib import Path
 from uuid import UUID
 
 import pytest
@@ -25,7 +24,7 @@ MAX_ATTEMPTS = 3
 LATER = Backoff(first_s=3600, max_s=3600)
 """A wait that ends only when the test says so."""
 MAX_STALENESS = 1
-PUBLISHED = Published(path=Path("weights"), manifest_sha256="0" * 64)
+PUBLISHED = Published(location="weights", manifest_sha256="0" * 64)
 
 
 @dataclass

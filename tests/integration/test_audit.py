@@ -28,7 +28,7 @@ def trained(world: World) -> World:
         steps.finish_step(
             conn,
             step,
-            published=Published(path=world.run.config.model, manifest_sha256="0" * 64),
+            published=Published(location=str(world.run.config.model), manifest_sha256="0" * 64),
             metrics={},
             trained=[TrainedEpisode(episode_id=id_, digest=digest, advantage=0.0, num_tokens=3) for id_ in ids],
         )
@@ -58,6 +58,7 @@ def test_an_orderly_run_has_no_violations(trained: World) -> None:
         ("UPDATE episode_group SET state = 'DROPPED' WHERE id = 1", "dropped_fresh", 1),
         ("DELETE FROM trained_episode WHERE episode_id = 1", "left_out", 1),
         ("UPDATE turn SET index = 1 WHERE episode_id = 1", "turn_gaps", 1),
+        ("UPDATE turn SET sample = 1 WHERE episode_id = 1", "sample_gaps", 1),
         ("UPDATE turn_tokens SET sampled_ids = logprobs WHERE turn_id = 1", "turns_damaged", 1),
         ("UPDATE trained_episode SET digest = 'x' WHERE episode_id = 1", "token_mismatches", 1),
         ("INSERT INTO sandbox (episode_id, attempt, backend, node, handle) VALUES (1, 1, 'b', 'n', 'h')",

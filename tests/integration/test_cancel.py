@@ -9,7 +9,6 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -340,7 +339,7 @@ def finish(conn: Connection, step: steps.Step) -> bool:
         for group in steps.load_groups(conn, step.id)
         for episode in group.episodes
     ]
-    published = Published(path=Path("/nowhere"), manifest_sha256="0")
+    published = Published(location="/nowhere", manifest_sha256="0")
     return steps.finish_step(conn, step, published=published, metrics={}, trained=trained)
 
 

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
@@ -82,7 +85,7 @@ def test_an_engine_comes_is_drained_comes_back_and_goes(
     assert rollmill("add", f"{engine}/", "--run", "run-a") == (0, added)
     assert states(database) == {engine: EngineState.SERVING}
     code, said = rollmill("list")
-    assert (code, said.splitlines()[1].split()) == (0, [engine, "run-a", "serving", "-", "never"])
+    assert (code, said.splitlines()[1].split()) == (0, [engine, "run-a", "serving", "-", "never", "0", "0", "0"])
     assert rollmill("drain", engine) == (0, f"engine {engine} gets no new work; none runs\n")
     assert states(database) == {engine: EngineState.DRAINING}
     assert rollmill("add", engine, "--run", "run-a") == (0, added)
@@ -104,7 +107,7 @@ def test_what_is_wrong_is_one_line_and_nothing_is_stored(
     for arguments, words in (
         (("add", engine, "--run", "run-a"), f"engine {engine} does not know token id 599, the run's model does"),
         (("add", engine, "--run", "run-a", "--model-name", "q"), f"engine {engine} serves policy, not q:"),
-        (("add", nobody, "--run", "run-a"), f"no engine answers at {nobody}/health"),
+        (("add", nobody, "--run", "run-a"), f"no engine answers at {nobody}/weight_info"),
         (("add", "localhost", "--run", "run-a"), "localhost is no engine's address: give http://HOST:PORT"),
         (("drain", engine), f"no engine {engine} in the database"),
         (("remove", engine), f"no engine {engine} in the database"),
@@ -112,6 +115,73 @@ def test_what_is_wrong_is_one_line_and_nothing_is_stored(
         (("serve", str(MODEL), "--run", "run-a", "--python", "/no/python"), "no interpreter /no/python"),
     ):
         code, said = rollmill(*arguments)
+        assert code == 2
+        assert said.startswith(f"rollmill: {words}")
+        assert said.count("\n") == 1
+    assert states(database) == {}
+
+
+@pytest.fixture
+def answering() -> Iterator[Callable[[Callable[[str], tuple[int, str] | None]], str]]:
+    """Start a server: path to status and body, None = never answer; gives its URL."""
+    servers: list[ThreadingHTTPServer] = []
+    over = threading.Event()
+
+    def start(answer: Callable[[str], tuple[int, str] | None]) -> str:
+        class Handler(BaseHTTPRequestHandler):
+            def do_GET(self) -> None:
+                said = answer(self.path)
+                if said is None:
+                    over.wait(60)
+                    return
+                self.send_response(said[0])
+                self.end_headers()
+                self.wfile.write(said[1].encode())
+
+            do_POST = do_GET
+
+            def log_message(self, *_: object) -> None:
+                """Nothing is logged."""
+
+        server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        servers.append(server)
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        return f"http://127.0.0.1:{server.server_address[1]}"
+
+    yield start
+    over.set()
+    for server in servers:
+        server.shutdown()
+        server.server_close()
+
+
+def half_an_engine(path: str) -> tuple[int, str] | None:
+    """Everything but ids and log-probs."""
+    known: dict[str, object] = {
+        "/health": {},
+        "/weight_info": {"weight_version": "default"},
+        "/is_paused": {"is_paused": False},
+        "/v1/models": {"data": [{"id": "policy"}]},
+        "/v1/completions": {"choices": [{"text": "7", "finish_reason": "length"}]},
+    }
+    return (200, json.dumps(known[path])) if path in known else (404, "Not Found")
+
+
+def test_what_is_no_engine_is_one_line_and_nothing_is_stored(
+    database: Database,
+    rollmill: Callable[..., Answer],
+    answering: Callable[[Callable[[str], tuple[int, str] | None]], str],
+) -> None:
+    open_run(database, MODEL)
+    web = answering(lambda path: (200, "<html>\n welcome") if path == "/" else (404, "<html>\n no such page"))
+    hanging = answering(lambda path: None)
+    half = answering(half_an_engine)
+    for url, words in (
+        (web, f"{web} answers, but is no engine"),
+        (hanging, f"no engine answers at {hanging}/weight_info: timed out"),
+        (half, f"engine {half} /v1/completions answers 200 without id and log-prob"),
+    ):
+        code, said = rollmill("add", url, "--run", "run-a")
         assert code == 2
         assert said.startswith(f"rollmill: {words}")
         assert said.count("\n") == 1

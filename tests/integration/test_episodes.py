@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import Any
 from uuid import uuid4
 
@@ -18,7 +17,7 @@ from common.outcomes import Outcome
 from common.weights import Published
 from tests.integration.world import World, make_turn
 
-PUBLISHED = Published(path=Path("weights"), manifest_sha256="0" * 64)
+PUBLISHED = Published(location="weights", manifest_sha256="0" * 64)
 
 
 def row(database: Database, table: str, id: int) -> Any:
@@ -226,7 +225,7 @@ def test_a_step_is_finished_once(world: World):
         step = steps.take_groups(conn, world.run.id, version_in=0, num_groups=1, max_staleness=1).step
         assert step is not None
         steps.finish_step(conn, step, published=PUBLISHED, metrics={"loss": 1.0}, trained=[])
-    late = Published(path=Path("late"), manifest_sha256="1" * 64)
+    late = Published(location="late", manifest_sha256="1" * 64)
     with pytest.raises(SetupError, match="is not open"), world.database.begin() as conn:
         steps.finish_step(conn, step, published=late, metrics={"loss": 2.0}, trained=[])
     assert row(world.database, "train_step", step.id).metrics == {"loss": 1.0}

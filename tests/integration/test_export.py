@@ -21,6 +21,8 @@ from tests.integration.world import World, make_turn
 
 LONG = Turn(
     index=1,
+    sample=1,
+    compacted=(Message(role="user", content="go \u6f22"),),
     suffix_ids=(151_643, 0, 2**31 - 1),
     sampled=Sampled(
         ids=(7, 8, 9, 10),
@@ -84,9 +86,13 @@ def test_the_turns_come_back_with_the_very_ids_log_probs_and_versions(world: Wor
         assert tuple(row["sampled_ids"]) == turn.sampled.ids
         assert tuple(row["logprobs"]) == turn.sampled.logprobs
         assert row["digest"] == turn.sampled.digest
+        assert row["sample"] == turn.sample
+        compacted = turn.compacted and [message.model_dump(mode="json") for message in turn.compacted]
+        assert json.loads(row["compacted"] or "null") == compacted
         assert json.loads(row["messages"]) == [message.model_dump(mode="json") for message in turn.messages]
     assert [row["versions"] for row in rows] == [[0, 0, 0], [0, 1, 1, 1], [0, 0, 0]]
     assert rows[1]["finish_reason"] == "length"
+    assert (stored[1].sample, stored[1].compacted) == (LONG.sample, LONG.compacted)
 
 
 def test_episodes_events_and_steps_come_back(world: World, tmp_path: Path) -> None:

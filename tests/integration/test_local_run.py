@@ -27,7 +27,7 @@ from deploy.local_run import OpenRun, Order
 from deploy.watch import RunReader
 
 CONFIG = RunConfig(name="demo", model=Path("/nowhere"), train=TrainConfig(num_versions=3))
-PUBLISHED = Published(path=Path("/nowhere"), manifest_sha256="0" * 64)
+PUBLISHED = Published(location="/nowhere", manifest_sha256="0" * 64)
 ORDER = Order(
     config=CONFIG,
     settings=Settings(),

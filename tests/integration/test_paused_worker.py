@@ -55,7 +55,7 @@ def make_world(database: Database, handler: str, rollout: RolloutConfig) -> Worl
         run = runs.open_run(conn, config)
         payloads = ((str(n), payload) for n, payload in enumerate(Shell().tasks(seed=0, num_tasks=1)))
         tasks.load(conn, dataset=config.dataset_name, handler=handler, payloads=payloads)
-        versions.publish(conn, run.id, 0, Published(path=MODEL, manifest_sha256="0" * 64))
+        versions.publish(conn, run.id, 0, Published(location=str(MODEL), manifest_sha256="0" * 64))
         return World(database, run, tasks.ids(conn, config.dataset_name))
 
 

@@ -16,7 +16,7 @@ from common.weights import Published
 from tests.integration.world import World
 
 ALL = (*EXAMPLES, *MORE_EXAMPLES)
-PUBLISHED = Published(path=Path("/weights/1"), manifest_sha256="0" * 64)
+PUBLISHED = Published(location="/weights/1", manifest_sha256="0" * 64)
 
 
 @pytest.fixture

@@ -23,7 +23,7 @@ from tests.integration.world import World, make_turn
 from trainer.source import wait_for_work
 from workers.feeder import Feeder, next_tasks
 
-PUBLISHED = Published(path=Path("model"), manifest_sha256="0" * 64)
+PUBLISHED = Published(location="model", manifest_sha256="0" * 64)
 
 
 def open_world(database: Database, *, name: str = "run-a", num_tasks: int = 50, **train: object) -> World:

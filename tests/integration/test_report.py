@@ -33,7 +33,7 @@ from common.errors import SetupError
 from common.outcomes import Outcome
 from common.weights import Published
 
-START_WEIGHTS = Published(path=Path("/nowhere"), manifest_sha256="0" * 64)
+START_WEIGHTS = Published(location="/nowhere", manifest_sha256="0" * 64)
 CONFIG = RunConfig(
     name="played",
     handler="calculator",

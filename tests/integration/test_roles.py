@@ -39,7 +39,7 @@ from deploy.export import export_run
 from deploy.roles import make_roles, read_passwords
 from tests.integration.world import World, make_turn
 
-PUBLISHED = Published(path=Path("/weights/0"), manifest_sha256="0" * 64)
+PUBLISHED = Published(location="/weights/0", manifest_sha256="0" * 64)
 PASSWORDS = {role: f"secret-of-{role}" for role in Role}
 
 

@@ -41,7 +41,7 @@ from tests.integration.world import World
 from trainer.checkpoint import STATE_FILE
 from trainer.loop import Trainer, make_trainer
 from trainer.policy import Policy
-from trainer.samples import make_sample, pad
+from trainer.samples import make_samples, pad
 from trainer.source import wait_for_work
 from trainer.tiny import VOCAB_SIZE, make_model, save_model
 
@@ -116,7 +116,7 @@ def sampled_turns(policy: Policy, *, seed: int, version: int) -> list[Turn]:
         TurnTokens(suffix_ids=a, sampled_ids=b, logprobs=np.zeros(6, np.float32), versions=np.zeros(6, np.int32))
         for a, b in zip(suffixes, sampled, strict=True)
     ]
-    row = make_sample(ScoredEpisode(episode_id=seed, group_id=0, outcome="finished", reward=0, turns=tuple(blank)))
+    (row,) = make_samples(ScoredEpisode(episode_id=seed, group_id=0, outcome="finished", reward=0, turns=tuple(blank)))
     with torch.no_grad():
         logprobs = policy.logprobs(pad([row]))[0].numpy()[row.mask_L].reshape(2, 6)
     return [

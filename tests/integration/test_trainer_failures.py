@@ -116,7 +116,7 @@ def test_step_outlasts_a_database_that_goes_away_within_it(
 def test_database_that_stays_away_ends_the_trainer_with_one_line_and_the_step_is_replayed(
     world: World, new_trainer: NewTrainer, postgres_url: str
 ) -> None:
-    impatient = replace(new_trainer(), database_wait_s=0.1)
+    impatient = replace(new_trainer(), outage_wait_s=0.1)
     with (
         away_within_a_step(world, impatient, postgres_url, threading.Event()) as training,
         pytest.raises(SetupError, match=r"^the database is away for 0 s: .*replays a step that is open$"),

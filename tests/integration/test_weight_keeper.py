@@ -14,11 +14,13 @@ from sqlalchemy import Row, text
 from common.config import RunConfig
 from common.db import engines, runs, versions
 from common.db.session import Database
-from common.weights import MANIFEST, WeightStore
+from common.weight_cache import WeightCache
+from common.weights import LOADING, MANIFEST, WeightStore
 from tests.unit.workers.waiting import until
 from workers.engine_client import EngineClient
+from workers.engine_list import fresh_enough
 from workers.scripted_engine import Fault, ScriptedEngine
-from workers.weight_keeper import LOADING, WeightKeeper
+from workers.weight_keeper import WeightKeeper
 
 POLL_S = 0.05
 LOAD = "/collective_rpc"
@@ -33,6 +35,7 @@ class Scene:
         self.database = database
         self.client = client
         self.store = store
+        self.cache = WeightCache(store.root / "cache")
         self.run = run
 
     def publish(self, number: int) -> Path:
@@ -53,7 +56,7 @@ class Scene:
 
     @asynccontextmanager
     async def keeping(self, owner: str = "keeper", *, lease_s: float = 15) -> AsyncIterator[WeightKeeper]:
-        keeper = WeightKeeper(self.database, self.client, owner=owner, poll_s=POLL_S, lease_s=lease_s)
+        keeper = WeightKeeper(self.database, self.client, owner=owner, poll_s=POLL_S, cache=self.cache, lease_s=lease_s)
         task = asyncio.create_task(keeper.run())
         yield keeper
         task.cancel()
@@ -94,7 +97,7 @@ async def test_loads_the_newest_version_at_start(scene: Scene, engine: ScriptedE
 
 async def test_an_announcement_is_faster_than_the_poll(scene: Scene, engine: ScriptedEngine) -> None:
     scene.publish(0)
-    keeper = WeightKeeper(scene.database, scene.client, owner="keeper", poll_s=60)
+    keeper = WeightKeeper(scene.database, scene.client, owner="keeper", poll_s=60, cache=scene.cache)
     task = asyncio.create_task(keeper.run())
     await scene.until_serving(engine, 0)
     for number in range(1, 10):  # each comes while the keeper takes its last look after the one before
@@ -207,12 +210,65 @@ async def test_a_damaged_folder_pauses_no_engine(
         engine.calls.clear()
         with caplog.at_level(logging.ERROR):
             (scene.publish(1) / "model.bin").write_bytes(b"xx!")
-            await until(lambda: scene.stored(engine).failures >= 3)
+            await until(lambda: engine.calls.count("/health") >= 3)
         assert "/pause" not in engine.calls
+        assert scene.stored(engine).failures == 0
         assert (scene.stored(engine).version, scene.stored(engine).state) == (0, "SERVING")
         assert len([record for record in caplog.records if "model.bin has 3 bytes" in record.message]) == 1
         scene.publish(1)
         await scene.until_serving(engine, 1)
+
+
+async def test_an_engine_that_falls_too_far_behind_raises_an_alarm(
+    scene: Scene, engine: ScriptedEngine, caplog: pytest.LogCaptureFixture
+) -> None:
+    def alarms() -> list[str]:
+        return [record.message for record in caplog.records if "gets no new work" in record.message]
+
+    def serving() -> list[str]:
+        with scene.database.begin() as conn:
+            return fresh_enough(engines.serving(conn, scene.run.id), scene.run.config.train.max_staleness)
+
+    scene.publish(0)
+    async with scene.keeping():
+        await scene.until_serving(engine, 0)
+        with caplog.at_level(logging.ERROR):
+            (scene.publish(1) / "model.bin").write_bytes(b"xx!")
+            await until(lambda: scene.stored(engine).num_refusals >= 2)
+            assert alarms() == []
+            assert serving() == [engine.url]
+            (scene.publish(2) / "model.bin").write_bytes(b"xx!")
+            await until(lambda: len(alarms()) == 1)
+        assert f"engine={engine.url} serves=0 newest=2 max_staleness=1" in alarms()[0]
+        assert serving() == []
+        with scene.database.begin() as conn:
+            (shown,) = engines.status(conn)
+        assert (shown.version, shown.newest) == (0, 2)
+        scene.publish(3)
+        await scene.until_serving(engine, 3)
+        await until(lambda: any("over: engine gets no new work" in record.message for record in caplog.records))
+    assert serving() == [engine.url]
+
+
+async def test_loads_refusals_and_failures_are_counted(scene: Scene, engine: ScriptedEngine) -> None:
+    def counts() -> tuple[int, int, int]:
+        row = scene.stored(engine)
+        return row.num_loads, row.num_refusals, row.num_failures
+
+    async with scene.keeping():
+        for number in range(2):
+            scene.publish(number)
+            await scene.until_serving(engine, number)
+        assert counts() == (2, 0, 0)
+        refusals = iter(["tensor a has another shape"])
+        engine.accept = lambda path: next(refusals, None)
+        scene.publish(2)
+        await scene.until_serving(engine, 2)
+        assert counts() == (3, 1, 0)
+        engine.fail_next(LOAD, Fault.ERROR)
+        scene.publish(3)
+        await scene.until_serving(engine, 3)
+        assert counts() == (4, 1, 1)
 
 
 async def test_a_missing_manifest_is_named(scene: Scene, engine: ScriptedEngine) -> None:
@@ -315,7 +371,7 @@ async def test_the_lease_is_renewed_while_an_engine_loads(scene: Scene, engine: 
 async def test_a_keeper_that_lost_its_engine_leaves_the_name_to_the_next(scene: Scene, engine: ScriptedEngine) -> None:
     scene.publish(0)
     engine.load_s = 0.4
-    stalled = WeightKeeper(scene.database, scene.client, owner="stalled", poll_s=60, lease_s=0.2)
+    stalled = WeightKeeper(scene.database, scene.client, owner="stalled", poll_s=60, cache=scene.cache, lease_s=0.2)
     task = asyncio.create_task(stalled.run())
     await until(lambda: "longer than its ownership" in (scene.stored(engine).error or ""))
     assert (engine.version, engine.paused) == (LOADING, False)

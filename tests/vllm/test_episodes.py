@@ -20,19 +20,23 @@ from common.episode import EngineState, ScoredEpisode, Stage, ToolCall, Turn, Tu
 from common.weights import version_name
 from tests.vllm.serving import RUN, serving
 from trainer.policy import Policy
-from trainer.samples import Sample, make_sample, microbatches, pad
+from trainer.samples import Sample, make_samples, microbatches, pad
 from workers.agent import Agent, Generated
-from workers.engine_client import EngineClient, Json
+from workers.engine_client import EngineClient
+from workers.engine_http import EngineHttp, Json
 from workers.engine_pool import EnginePool
 from workers.handlers.calculator import Calculator
 from workers.render import Renderer
+from workers.wires.completions import COMPLETIONS
+from workers.wires.vllm import GENERATE
 
 NUM_EPISODES = 200
 """With at least MIN_TURNS turns, for each way of sampling."""
 MIN_TURNS = 3
 AT_ONCE = 32
 MAX_DLOGPROB = 1e-4
-GENERATE = "/inference/v1/generate"
+PROMPT_FIELDS = {GENERATE: "token_ids", COMPLETIONS: "prompt"}
+"""Route -> the field with the prompt's ids."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,21 +47,21 @@ class Exchange:
     returned: tuple[int, ...]
 
 
-class TappedClient(EngineClient):
-    """Keeps the ids of all requests, by the request's id."""
+class TappedHttp(EngineHttp):
+    """Keeps the ids of all generate requests, by the request's id."""
 
-    def __init__(self, *, timeout_s: float) -> None:
-        super().__init__(timeout_s=timeout_s)
+    def __init__(self) -> None:
+        super().__init__()
         self.exchanges: dict[str, Exchange] = {}
 
-    async def _send(
+    async def send(
         self, method: str, url: str, path: str, *, timeout_s: float, body: Json | None = None
     ) -> tuple[int, bytes]:
-        status, raw = await super()._send(method, url, path, timeout_s=timeout_s, body=body)
-        if path == GENERATE and status == 200 and body is not None:
+        status, raw = await super().send(method, url, path, timeout_s=timeout_s, body=body)
+        if path in PROMPT_FIELDS and status == 200 and body is not None:
             sent = json.loads(json.dumps(body))
             returned = json.loads(raw)["choices"][0]["token_ids"]
-            exchange = Exchange(sent=tuple(sent["token_ids"]), returned=tuple(returned))
+            exchange = Exchange(sent=tuple(sent[PROMPT_FIELDS[path]]), returned=tuple(returned))
             self.exchanges[sent["request_id"]] = exchange
         return status, raw
 
@@ -73,7 +77,7 @@ class Played:
 class RunStage:
     """The RUN stage's parts on one engine, without queue, table and lease."""
 
-    def __init__(self, client: TappedClient, url: str, config: RunConfig) -> None:
+    def __init__(self, client: EngineClient, url: str, config: RunConfig) -> None:
         row = EngineRow(id=1, url=url, run_id=1, state=EngineState.SERVING, version=0)
         self.config = config
         self.pool = EnginePool(client, lambda run_id: [row], wait_s=30)
@@ -159,7 +163,9 @@ def row_of(number: int, played: Played) -> Sample:
         )
         for turn in played.turns
     )
-    return make_sample(ScoredEpisode(episode_id=number, group_id=0, outcome="finished", reward=0.0, turns=turns))
+    episode = ScoredEpisode(episode_id=number, group_id=0, outcome="finished", reward=0.0, turns=turns)
+    (row,) = make_samples(episode)
+    return row
 
 
 def num_id_differences(row: Sample, exchanges: list[Exchange]) -> int:
@@ -202,12 +208,13 @@ async def test_the_trainer_sees_what_the_engine_sampled(
 ) -> None:
     rollout = RolloutConfig(temperature=temperature, top_p=top_p)
     config = RunConfig(name=RUN, model=tiny, rollout=rollout)
-    async with TappedClient(timeout_s=60) as client:
+    http = TappedHttp()
+    async with EngineClient(timeout_s=60, http=http) as client:
         await client.update_weight_version(engine, version_name(RUN, 0))
         played = await play_until_enough(RunStage(client, engine, config))
     rows = [row_of(number, one) for number, one in enumerate(played)]
     differences = sum(
-        num_id_differences(row, [client.exchanges[request_id] for request_id in one.request_ids])
+        num_id_differences(row, [http.exchanges[request_id] for request_id in one.request_ids])
         for row, one in zip(rows, played, strict=True)
     )
     largest = max_dlogprob(Policy.load(config), rows)

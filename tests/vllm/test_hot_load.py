@@ -26,11 +26,13 @@ from common.config import RunConfig
 from common.db import engines, runs, versions
 from common.db.session import Database
 from common.episode import Sampled
-from common.weights import MANIFEST, WeightStore, describe, version_name
+from common.weights import LOADING, MANIFEST, WeightStore, describe, version_name
 from deploy.vllm import DEFAULT_PYTHON, VllmPlan, vllm_spec
 from tests.unit.workers.waiting import until
 from tests.vllm.serving import RUN, make_model, publish, serving
+from trainer.engine_admin import EngineAdmin, TransferFailed
 from trainer.policy import load_model
+from trainer.transfer import FolderTransport, hand_over
 from workers.engine_client import EngineClient
 from workers.engine_errors import LoadRefused
 from workers.weight_keeper import WeightKeeper
@@ -141,21 +143,15 @@ async def test_every_tensor_is_exchanged(variant: Variant, tiny: Path, client: E
         await official_update(url, new, "official")
         assert await scores(url) == after
         assert await client.weight_version(url) == "official"
+        with pytest.raises(TransferFailed, match="/update_weights answers 500"):
+            await official_update(url, tmp_path / "nowhere", "never")
+        assert await scores(url) == after
+        assert (await client.weight_version(url), await client.is_paused(url)) == (LOADING, False)
 
 
 async def official_update(url: str, path: Path, name: str) -> None:
-    """vLLM's own routes for weight updates, over our backend."""
-    steps = (
-        ("/pause?mode=keep", None),
-        ("/start_weight_update", None),
-        ("/update_weights", {"update_info": {"path": str(path)}}),
-        ("/finish_weight_update", {"weight_version": name}),
-        ("/resume", None),
-    )
-    async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=60)) as session:
-        for route, body in steps:
-            async with session.post(url + route, json=body) as response:
-                assert response.status == 200, await response.text()
+    """The trainer's order of calls: vLLM's own routes for weight updates, here over our backend."""
+    await asyncio.to_thread(hand_over, EngineAdmin(url), FolderTransport(path), name=name, is_owned=lambda: True)
 
 
 @pytest.fixture(scope="module")

@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import math
 import reprlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol, SupportsFloat, TypeVar
+from typing import Protocol, SupportsFloat, TypeVar, runtime_checkable
 
 from pydantic import Field, JsonValue
 
@@ -103,6 +103,34 @@ class Handler(Protocol):
     def eval(self, payload: dict[str, JsonValue], transcript: tuple[Message, ...]) -> Score:
         """Score the whole conversation, first messages included."""
         ...
+
+
+@runtime_checkable
+class Compacts(Protocol):
+    """What a handler has besides, if it shortens conversations that outgrow `rollout.compact_tokens` of the run."""
+
+    async def compact(self, messages: tuple[Message, ...], payload: dict[str, JsonValue]) -> Sequence[Message] | None:
+        """The conversation that the policy is to see from now on; None = leave it.
+
+        Called before a turn, with all that stands before it: the first messages, or what an earlier call left, and the
+        turns and results since. The last message must be one that the policy answers. The scorer sees the whole
+        conversation all the same, and each turn stays trained behind the ids it was sampled behind.
+        """
+        ...
+
+
+def compacted_messages(value: object, handler: str) -> tuple[Message, ...] | None:
+    """What a handler's `compact` returned. Raises EpisodeError that says what is wrong with it."""
+    if value is None:
+        return None
+    if not isinstance(value, list | tuple) or not all(isinstance(message, Message) for message in value):
+        detail = f"compact of {handler} must return messages or None, got {reprlib.repr(value)}"
+        raise EpisodeError(Outcome.HANDLER_FAILED, detail)
+    if not value or value[-1].role not in ("user", "tool"):
+        last = f"one of role {value[-1].role}" if value else "nothing"
+        detail = f"compact of {handler} must end with a message of role user or tool, it ends with {last}"
+        raise EpisodeError(Outcome.HANDLER_FAILED, detail)
+    return tuple(value)
 
 
 def returned(value: object, kind: type[T], what: str) -> T:

@@ -34,12 +34,22 @@ def read_folder(folder: Path) -> ModelFolder:
     if not tokenizer_path.is_file():
         raise SetupError(f"{folder} has no tokenizer.json: is it a model folder?")
     config = _read_json(folder / "tokenizer_config.json")
+    tokenizer = Tokenizer.from_file(str(tokenizer_path))
+    _check_rows(folder, tokenizer)
     return ModelFolder(
-        tokenizer=Tokenizer.from_file(str(tokenizer_path)),
+        tokenizer=tokenizer,
         template=_read_template(folder, config),
         special_tokens=_special_tokens(config),
         stop_ids=_read_stop_ids(folder),
     )
+
+
+def _check_rows(folder: Path, tokenizer: Tokenizer) -> None:
+    """An id without a row in the model's embeddings would end the engine that is sent it."""
+    rows = _read_json(folder / "config.json").get("vocab_size")
+    largest = max(tokenizer.get_vocab(with_added_tokens=True).values(), default=0)
+    if isinstance(rows, int) and largest >= rows:
+        raise SetupError(f"{folder}: the tokenizer has ids up to {largest}, the model's embeddings {rows} rows")
 
 
 def _read_json(path: Path) -> dict[str, JsonValue]:

@@ -1,11 +1,13 @@
 """Renders with a model folder's own template, and proves on start that prompts of ids equal what it would show.
 
 The prompt of turn k+1 is prompt k + the ids sampled in turn k + `suffix`, so sampled text is never tokenised again.
-A template for which this would differ from rendering the conversation whole is refused when the renderer is made.
+A template for which this would differ from rendering the conversation whole is refused when the renderer is made;
+one that drops the thinking of earlier turns need not be, see keep_thinking.
 """
 
 from __future__ import annotations
 
+import logging
 import re
 from collections.abc import Mapping, Sequence
 from itertools import takewhile
@@ -20,9 +22,11 @@ from common.errors import SetupError
 from workers.render.families import CHATML, Family, detect_family, family_named
 from workers.render.folder import read_folder
 from workers.render.history import Segment, first_difference
-from workers.render.probe import PROBE_PROMPT, PROBE_TOOL, THOUGHT, probe_call, tool_probe, user_probe
+from workers.render.probe import PROBE_PROMPT, PROBE_TOOL, probe_call, tool_probe, user_probe
 from workers.render.template import ChatTemplate
 from workers.tool_calls import END_OF_THINKING, ParsedTurn
+
+logger = logging.getLogger(__name__)
 
 THINKING_OPENER = re.compile(r"<think>\s*(</think>\s*)?")
 
@@ -46,12 +50,12 @@ class Renderer:
 
         `template_kwargs` go into every render alike, so that first prompts and suffixes fit each other.
         `keep_thinking` leaves the thinking of earlier turns in prompts, as it was sampled, where the template would
-        drop it; without it such a template is refused.
+        drop it; without it `rewritten` gives the prompt that the template shows there.
         """
         self._name = name
         self._tokenizer = tokenizer
         self._family = family
-        self._keep_thinking = keep_thinking
+        self.keep_thinking = keep_thinking
         self._template = ChatTemplate(name, tokenizer=tokenizer, template=template, kwargs=template_kwargs or {})
         close_id = tokenizer.token_to_id(close_token)
         if close_id is None:
@@ -126,6 +130,27 @@ class Renderer:
         is_closed = not after or after[-1] in self._ends
         return whole[end if is_closed else end - 1 :]
 
+    def rewritten(self, messages: Sequence[Message], tools: Sequence[ToolSpec]) -> list[int] | None:
+        """Ids of the whole prompt after `messages`, if the template now shows the history otherwise than it did before.
+
+        As where it drops the last turn's thinking, or that of turns before. None = it only goes on, or keep_thinking.
+        Compared is what the template makes of the messages with and without the last turn, as text: that its ids differ
+        from those that were sampled is no reason to drop the latter. A history that the template cannot show goes on.
+        """
+        if self.keep_thinking:
+            return None
+        last = max(index for index, message in enumerate(messages) if message.role == "assistant")
+        try:
+            before = self.decode(self._template.ids(messages[:last], tools, generation_prompt=True))
+            ids = self._template.ids(messages, tools, generation_prompt=True)
+        except ValueError as error:
+            logger.warning("history left as it is: %s", error)
+            return None
+        shown = self.decode(ids)
+        turn, _, _ = shown[len(before) :].partition(self.decode([self.close_id]))
+        drops_thought = END_OF_THINKING in messages[last].content and END_OF_THINKING not in turn
+        return None if shown.startswith(before) and not drops_thought else ids
+
     def segments(self, messages: Sequence[Message], tools: Sequence[ToolSpec]) -> list[Segment]:
         """Split the render of a whole conversation into given and sampled pieces, in order.
 
@@ -185,7 +210,7 @@ class Renderer:
             [*PROBE_PROMPT, self._asking([result]), result], [PROBE_TOOL], generation_prompt=True
         )
         split = first_difference(prompt, later)
-        if split is None or not self._keep_thinking or not THINKING_OPENER.fullmatch(self.decode(prompt[split:])):
+        if split is None or not THINKING_OPENER.fullmatch(self.decode(prompt[split:])):
             return prompt, []
         return prompt[:split], prompt[split:]
 
@@ -199,12 +224,9 @@ class Renderer:
 
     def _prove(self) -> str | None:
         """Compare ids; returns what keeps a user from answering, if anything. Raises ValueError on a difference."""
-        parallel_calls = self._family.parallel_calls
-        self.segments(tool_probe(thought="", parallel_calls=parallel_calls), [PROBE_TOOL])
-        if not self._keep_thinking:
-            self.segments(tool_probe(thought=THOUGHT, parallel_calls=parallel_calls), [PROBE_TOOL])
+        self.segments(tool_probe(parallel_calls=self._family.parallel_calls), [PROBE_TOOL])
         try:
-            self.segments(user_probe(thought="" if self._keep_thinking else THOUGHT), [PROBE_TOOL])
+            self.segments(user_probe(), [PROBE_TOOL])
         except ValueError as error:
             # Most episodes have no user who answers: no reason to refuse the template.
             return str(error)
@@ -215,7 +237,7 @@ class Renderer:
         if END_OF_THINKING in said.content and END_OF_THINKING not in shown:
             raise ValueError(
                 f"{self._name}: the chat template drops the thinking of earlier turns, so a later prompt would not "
-                "begin with the ids that were sampled; keep it (keep_thinking), or use a template that keeps it"
+                "begin with the ids that were sampled"
             )
 
     def _num_matching(self, whole: list[int], given: list[int], position: int) -> int:

@@ -29,6 +29,7 @@ def test_a_minimal_file_gets_the_defaults(tmp_path: Path):
         (MINIMAL + "[rollout]\ngroup_size = 1", "rollout.group_size: .*greater than or equal to 2"),
         (MINIMAL + "[rollout]\ntemperature = 0", "rollout.temperature: .*greater than 0"),
         (MINIMAL + "[train]\nminibatches = 17", "a minibatch would be empty"),
+        (MINIMAL + "[rollout]\ncompact_tokens = 9\nmax_row_tokens = 9", "no prompt would ever be compacted"),
         (MINIMAL + "[sharing]\nweight = -1", "sharing.weight: .*greater than or equal to 0"),
         (MINIMAL + "[sharing]\nweight = inf", "sharing.weight: .*finite number"),
         (

@@ -85,6 +85,7 @@ def make_summary(**changes: Any) -> Summary:
         token_mismatches=0,
         logprob_gap_max=3.14e-6,
         tokens_sampled=200_123,
+        histories_rewritten=0,
         attempts=5143,
         outcomes={"finished": 5000, "turn_limit": 140},
         failures={"lease_lost": 3, "handler_failed": 1},

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -146,6 +147,24 @@ def test_a_handler_that_cannot_be_loaded_is_refused_before_anything_starts(
         f"run mine: the handler cannot be loaded: {why}. Its module must be installed, "
         f"or lie in {Path.cwd()} or in a folder that you set PYTHONPATH to"
     )
+    assert not (tmp_path / "data").exists()
+
+
+def test_a_model_whose_prompts_cannot_be_made_is_refused_before_anything_starts(tmp_path: Path) -> None:
+    model = shutil.copytree(TINY_MODELS / "tiny-calculator", tmp_path / "model")
+    config = write_config(tmp_path / "run.toml", name="mine", model=model)
+    template = (model / "chat_template.jinja").read_text()
+    (model / "chat_template.jinja").write_text(template + "{{ messages | length }}")
+    said = refusal("up", "--config", config, "--data-dir", str(tmp_path / "data"))
+    assert said.startswith(f"run mine: {model} (")
+    assert "chat template cannot be extended turn by turn" in said
+    assert "\n" not in said
+    (model / "chat_template.jinja").write_text(template)
+    rows = (model / "config.json").read_text().replace('"vocab_size": 576', '"vocab_size": 100')
+    (model / "config.json").write_text(rows)
+    said = refusal("up", "--config", config, "--data-dir", str(tmp_path / "data"))
+    assert said.startswith(f"run mine: {model}: the tokenizer has ids up to")
+    assert said.endswith("the model's embeddings 100 rows")
     assert not (tmp_path / "data").exists()
 
 

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import json
+import shutil
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,7 +15,8 @@ from aiohttp import web
 
 from common.config import TINY_MODELS
 from common.errors import SetupError
-from deploy.engine_probe import check_engine, normal_url, num_requests
+from deploy.engine_ask import MAX_ANSWER_BYTES, EngineKind
+from deploy.engine_probe import COMPLETIONS, GENERATE, check_engine, normal_url, num_requests
 from deploy.engine_serve import wait_until_idle
 from deploy.ports import free_port
 
@@ -26,7 +29,10 @@ class Stub:
     """A server that answers as an engine does, but for what a test changes."""
 
     vocab_size: int = 576
+    processed_logprobs: bool = True
     answers: dict[str, tuple[int, Any]] = field(default_factory=dict)
+    vocab_answers: dict[str, tuple[int, Any]] = field(default_factory=dict)
+    """Answers to prompts of ids of the vocabulary."""
     url: str = ""
 
     async def respond(self, request: web.Request) -> web.Response:
@@ -40,7 +46,9 @@ class Stub:
             "/collective_rpc": lambda _: (200, {"results": [{"ok": False, "error": "no folder"}]}),
             "/metrics": lambda _: (200, METRICS),
         }
-        if request.path in self.answers:
+        if request.path in self.vocab_answers and json.loads(body)["prompt"][0] < self.vocab_size:
+            status, answer = self.vocab_answers[request.path]
+        elif request.path in self.answers:
             status, answer = self.answers[request.path]
         elif request.path in default:
             status, answer = default[request.path](json.loads(body or b"null"))
@@ -52,9 +60,10 @@ class Stub:
         (token_id,) = body["token_ids"]
         if token_id >= self.vocab_size:
             return 400, {"error": {"message": f"Token id {token_id} is out of vocabulary"}}
+        logprob = 0.0 if self.processed_logprobs and body["sampling_params"]["top_p"] < 1e-3 else -1.0
         choice = {
             "token_ids": [1],
-            "logprobs": {"content": [{"token_id": 1, "logprob": -1.0}]},
+            "logprobs": {"content": [{"token_id": 1, "logprob": logprob}]},
             "weight_versions": [{"version": "default", "start": 0, "end": 1}],
         }
         return 200, {"choices": [choice]}
@@ -73,12 +82,76 @@ async def stub() -> AsyncIterator[Stub]:
     await runner.cleanup()
 
 
-async def check(stub: Stub) -> None:
-    await asyncio.to_thread(check_engine, stub.url, model=MODEL, served_name="policy")
+async def check(stub: Stub, **rest: Any) -> EngineKind:
+    return await asyncio.to_thread(check_engine, stub.url, model=MODEL, served_name="policy", **rest)
 
 
 async def test_an_engine_that_can_do_all_passes(stub: Stub) -> None:
-    await check(stub)
+    assert await check(stub) is EngineKind.VLLM
+    assert await check(stub, temperature=0.7, top_p=0.9) is EngineKind.VLLM
+
+
+def completion(**changes: Any) -> tuple[int, Any]:
+    logprobs = {"tokens": ["<1>"], "token_logprobs": [0.0]}
+    return 200, {"choices": [{"token_ids": [1], "logprobs": logprobs} | changes]}
+
+
+async def test_a_server_without_the_generate_route_is_asked_for_completions(stub: Stub) -> None:
+    stub.answers[GENERATE] = (403, {"error": {"message": "Scale-out endpoints are disabled."}})
+    stub.vocab_answers[COMPLETIONS] = completion()
+    assert await check(stub, temperature=0.7) is EngineKind.VLLM_COMPLETIONS
+    for changes in ({"token_ids": None}, {"logprobs": None}, {"token_ids": [1, 2]}):
+        stub.vocab_answers[COMPLETIONS] = completion(**changes)
+        with pytest.raises(SetupError, match="/v1/completions answers 200 without id and log-prob"):
+            await check(stub)
+
+
+async def test_logprobs_of_another_distribution_are_refused_where_it_matters(stub: Stub) -> None:
+    stub.processed_logprobs = False
+    assert await check(stub) is EngineKind.VLLM
+    for sampling in ({"temperature": 0.7}, {"top_p": 0.9}):
+        with pytest.raises(SetupError, match="start vLLM with --logprobs-mode processed_logprobs"):
+            await check(stub, **sampling)
+
+
+async def test_sglang_is_told_apart(stub: Stub) -> None:
+    info = {"output_token_logprobs": [[-1.0, 5, None]], "weight_versions": [{"version": "d", "start": 0, "end": 1}]}
+    stub.answers |= {
+        "/weight_info": (404, {"detail": "Not Found"}),
+        "/model_info": (200, {"weight_version": "default"}),
+        "/ready": (200, ""),
+        "/generate": (200, {"output_ids": [5], "meta_info": info}),
+        "/collective_rpc": (404, {"detail": "Not Found"}),
+    }
+    assert await check(stub, temperature=0.7) is EngineKind.SGLANG
+    with pytest.raises(SetupError, match=r"set rollout\.top_p = 1, it is 0\.9"):
+        await check(stub, top_p=0.9)
+    stub.answers["/generate"] = (200, {"output_ids": [5], "meta_info": {}})
+    with pytest.raises(SetupError, match="without id, log-prob and weight_versions"):
+        await check(stub)
+    stub.answers["/ready"] = (503, "")
+    with pytest.raises(SetupError, match="is starting up or paused"):
+        await check(stub)
+
+
+async def test_a_web_server_is_no_engine(stub: Stub) -> None:
+    stub.answers = dict.fromkeys(("/weight_info", "/health", "/v1/models"), (404, "<html>\n<h1>Not found</h1>"))
+    with pytest.raises(SetupError, match=f"{stub.url} answers, but is no engine"):
+        await check(stub)
+
+
+async def test_an_answer_without_end_is_given_up(stub: Stub) -> None:
+    stub.answers["/weight_info"] = (200, "x" * (MAX_ANSWER_BYTES + 100_000))
+    with pytest.raises(SetupError, match="does not end its answer"):
+        await check(stub)
+
+
+async def test_a_model_with_fewer_rows_than_its_tokenizer_has_ids_is_refused(stub: Stub, tmp_path: Path) -> None:
+    small = shutil.copytree(MODEL, tmp_path / "small")
+    config = (small / "config.json").read_text()
+    (small / "config.json").write_text(config.replace('"vocab_size": 576', '"vocab_size": 256'))
+    with pytest.raises(SetupError, match=r"its tokenizer has ids up to \d+, its embeddings 256 rows"):
+        await asyncio.to_thread(check_engine, stub.url, model=small, served_name="policy")
 
 
 @pytest.mark.parametrize(
@@ -114,7 +187,7 @@ async def test_another_vocabulary_is_refused(stub: Stub, vocab_size: int, messag
 
 def test_nobody_at_the_address_is_one_line() -> None:
     url = f"http://127.0.0.1:{free_port()}"
-    with pytest.raises(SetupError, match=f"^no engine answers at {url}/health: .*refused"):
+    with pytest.raises(SetupError, match=f"^no engine answers at {url}/weight_info: .*refused"):
         check_engine(url, model=MODEL, served_name="policy")
 
 

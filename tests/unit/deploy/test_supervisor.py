@@ -173,6 +173,26 @@ time.sleep(600)
 """
 
 
+def test_a_process_that_no_longer_answers_is_killed_and_started_again(folder: DataFolder, tmp_path: Path) -> None:
+    """It runs on, deaf: one that is believed stays, the other has to be up again."""
+    works = tmp_path / "works"
+    works.touch()
+    with Supervisor(folder, crash_policy=CrashPolicy(soon_s=0.0, backoff_s=0.01)) as supervisor:
+        believed = python("believed", SLEEP, ready=works.exists)
+        supervisor.start(believed, python("server", SLEEP, ready=works.exists, lost_after_s=0.5))
+        server = supervisor.statuses()[1].pid
+        works.unlink()
+        poll_until(supervisor, lambda: supervisor.statuses()[1].restarts == 1)
+        assert not lives(server)
+        assert supervisor.statuses()[1].last_exit == "was killed by SIGKILL"
+        assert supervisor.statuses()[1].state is State.STARTING
+        works.touch()
+        poll_until(supervisor, lambda: supervisor.statuses()[1].state is State.UP)
+        asked_again = time.monotonic() + 2.0
+        poll_until(supervisor, lambda: time.monotonic() > asked_again)
+        assert [status.restarts for status in supervisor.statuses()] == [0, 1]
+
+
 def test_layers_stop_in_reverse_order(folder: DataFolder, tmp_path: Path) -> None:
     order = tmp_path / "order"
 

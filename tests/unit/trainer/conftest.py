@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 from common.config import RunConfig
 from common.episode import ScoredEpisode, TurnTokens
 from trainer.policy import Policy
-from trainer.samples import Sample, make_sample, pad
+from trainer.samples import Sample, make_samples, pad
 from trainer.tiny import VOCAB_SIZE, make_model, save_model
 
 MakeSample = Callable[..., Sample]
@@ -72,7 +72,7 @@ def make_random_sample() -> MakeSample:
             )
             for _ in range(2)
         )
-        sample = make_sample(
+        (sample,) = make_samples(
             ScoredEpisode(episode_id=episode_id, group_id=group_id, outcome="finished", reward=1.0, turns=turns)
         )
         return sample if policy is None else with_logprobs(sample, policy)

@@ -5,7 +5,7 @@ import threading
 import pytest
 
 from common.errors import DatabaseUnavailable, SetupError
-from trainer.failures import outlast_database
+from trainer.failures import outlast_outage
 
 
 class Away:
@@ -25,17 +25,17 @@ class Away:
 
 
 def test_action_is_done_once_the_database_is_back() -> None:
-    assert outlast_database(Away(2), stop=threading.Event(), limit_s=60) == "done"
+    assert outlast_outage(Away(2), stop=threading.Event(), limit_s=60) == "done"
 
 
 def test_stop_ends_the_wait() -> None:
     stop = threading.Event()
     away = Away(2, stop=stop)
-    assert outlast_database(away, stop=stop, limit_s=60) is None
+    assert outlast_outage(away, stop=stop, limit_s=60) is None
     assert away.num_left == 1
 
 
 def test_database_that_stays_away_is_one_line_that_says_what_to_do() -> None:
     with pytest.raises(SetupError, match=r"^the database is away for 0 s: connection refused\. Bring it back") as error:
-        outlast_database(Away(99), stop=threading.Event(), limit_s=0.05)
+        outlast_outage(Away(99), stop=threading.Event(), limit_s=0.05)
     assert "\n" not in str(error.value)

@@ -8,13 +8,13 @@ import pytest
 import torch
 
 from benchmarks.objectives import compute, objectives, random_rows
-from benchmarks.trainer_check import MAX_DIFFERENCE, NUM_ROWS, invariance
+from benchmarks.trainer_check import MAX_DIFFERENCE, NUM_EPISODES, NUM_ROWS, invariance
 from common.config import TrainConfig
 
 
 @pytest.mark.parametrize("train", objectives(), ids=lambda train: str(train.model_dump(exclude_defaults=True)))
 def test_packing_changes_nothing(train: TrainConfig) -> None:
-    found = invariance(random_rows(num_rows=NUM_ROWS, seed=11), train)
+    found = invariance(random_rows(num_rows=NUM_ROWS, num_episodes=NUM_EPISODES, seed=11), train)
     assert {name: difference for name, difference in found.items() if difference > MAX_DIFFERENCE} == {}
 
 

@@ -13,7 +13,7 @@ from common.db.steps import ScoredGroup
 from common.episode import ScoredEpisode, TurnTokens
 from trainer.advantages import Advantages
 from trainer.loop import account, prepare
-from trainer.samples import Sample, sample_digest
+from trainer.samples import Sample, samples_digest
 
 
 def episode(episode_id: int, *, group_id: int, reward: float, versions: list[int], outcome: str) -> ScoredEpisode:
@@ -77,6 +77,7 @@ def test_metrics_of_what_was_taken() -> None:
             "reward_std": np.sqrt(3) / 4,
             "shaped_reward_mean": 0.75,
             "num_episodes": 4,
+            "num_rows": 4,
             "num_tokens": 5,
             "zero_variance_groups": 1,
             "singleton_groups": 0,
@@ -92,7 +93,7 @@ def test_every_row_is_accounted_for_with_its_digest() -> None:
     samples, advantages, _ = prepared()
     trained = account(samples, advantages)
     assert [(entry.episode_id, entry.num_tokens) for entry in trained] == [(1, 3), (2, 1), (4, 1), (5, 0)]
-    assert [entry.digest for entry in trained] == [sample_digest(sample) for sample in samples]
+    assert [entry.digest for entry in trained] == [samples_digest([sample]) for sample in samples]
     assert trained[0].advantage == advantages.by_episode[1]
 
 

@@ -7,8 +7,27 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from common.episode import FinishReason, Sampled, ScoredEpisode, TurnTokens, VersionSpan, episode_digest
-from trainer.samples import NO_VERSION, Sample, fresh_mask, make_sample, microbatches, pad, sample_digest
+from common.episode import (
+    FinishReason,
+    Sampled,
+    ScoredEpisode,
+    TurnTokens,
+    VersionSpan,
+    episode_digest,
+    ids_to_bytes,
+    logprobs_to_bytes,
+    sampled_digest,
+)
+from trainer.samples import (
+    NO_VERSION,
+    Sample,
+    fresh_mask,
+    make_samples,
+    microbatches,
+    pad,
+    rows_by_episode,
+    samples_digest,
+)
 
 
 def tokens(suffix: list[int], sampled: list[int], logprobs: list[float], versions: list[int]) -> TurnTokens:
@@ -22,6 +41,12 @@ def tokens(suffix: list[int], sampled: list[int], logprobs: list[float], version
 
 def episode(*turns: TurnTokens) -> ScoredEpisode:
     return ScoredEpisode(episode_id=7, group_id=3, outcome="finished", reward=1.0, turns=turns)
+
+
+def make_sample(episode: ScoredEpisode) -> Sample:
+    """The one row of an episode whose history was never rewritten."""
+    (sample,) = make_samples(episode)
+    return sample
 
 
 TWO_TURNS = episode(
@@ -55,7 +80,7 @@ def test_digest_of_the_row_is_that_of_what_the_client_received() -> None:
         ),
     ]
     turns = [tokens([10, 11], list(turn.ids), list(turn.logprobs), [4] * len(turn.ids)) for turn in received]
-    assert sample_digest(make_sample(episode(*turns))) == episode_digest([turn.digest for turn in received])
+    assert samples_digest(make_samples(episode(*turns))) == episode_digest([turn.digest for turn in received])
 
 
 @pytest.mark.parametrize("name", ["ids_L", "behaviour_logprobs_L"])
@@ -63,18 +88,18 @@ def test_digest_changes_with_one_sampled_value(name: str) -> None:
     sample = make_sample(TWO_TURNS)
     changed = getattr(sample, name).copy()
     changed[4] += 1
-    assert sample_digest(replace(sample, **{name: changed})) != sample_digest(sample)
+    assert samples_digest([replace(sample, **{name: changed})]) != samples_digest([sample])
 
 
 def test_digest_changes_when_the_mask_shifts_by_one() -> None:
     sample = make_sample(TWO_TURNS)
-    assert sample_digest(replace(sample, mask_L=np.roll(sample.mask_L, -1))) != sample_digest(sample)
+    assert samples_digest([replace(sample, mask_L=np.roll(sample.mask_L, -1))]) != samples_digest([sample])
 
 
 def test_episode_without_turns_is_an_empty_row() -> None:
     sample = make_sample(episode())
     assert (len(sample.ids_L), sample.num_tokens) == (0, 0)
-    assert sample_digest(sample) == episode_digest([])
+    assert samples_digest([sample]) == episode_digest([])
 
 
 @pytest.mark.parametrize("turn", [tokens([], [1], [-1.0], [0]), tokens([1], [], [], [])])
@@ -123,3 +148,55 @@ def test_microbatches_hold_each_row_once_within_the_budget() -> None:
 
 def sample_of_length(length: int) -> Sample:
     return make_sample(episode(tokens([1] * (length - 1), [2], [-1.0], [0])))
+
+
+REWRITTEN = episode(
+    tokens([10, 11], [20, 2], [-0.5, -0.25], [4, 4]),
+    replace(tokens([10, 30, 31], [21, 2], [-1.5, -2.0], [4, 5]), sample=1),
+    replace(tokens([13], [22], [-0.75], [5]), sample=1),
+    replace(tokens([10, 20, 2, 7], [23, 2], [-0.1, -0.2], [6, 6]), sample=2),
+)
+
+
+def test_a_rewritten_history_gives_a_row_more_and_each_sampled_token_is_trained_in_one() -> None:
+    rows = make_samples(REWRITTEN)
+
+    assert [(row.episode_id, row.group_id, row.index) for row in rows] == [(7, 3, 0), (7, 3, 1), (7, 3, 2)]
+    assert [row.ids_L.tolist() for row in rows] == [
+        [10, 11, 20, 2],
+        [10, 30, 31, 21, 2, 13, 22],
+        [10, 20, 2, 7, 23, 2],
+    ]
+    trained = [row.ids_L[row.mask_L].tolist() for row in rows]
+    assert trained == [[20, 2], [21, 2, 22], [23, 2]]
+    assert [token for row in trained for token in row] == [
+        token for turn in REWRITTEN.turns for token in turn.sampled_ids.tolist()
+    ]
+
+
+def test_sampled_tokens_that_a_later_row_shows_again_are_given_there() -> None:
+    third = make_samples(REWRITTEN)[2]
+    assert third.ids_L[1:3].tolist() == make_samples(REWRITTEN)[0].ids_L[2:4].tolist()
+    assert third.mask_L.tolist() == [False] * 4 + [True] * 2
+    assert third.versions_L.tolist() == [NO_VERSION] * 4 + [6, 6]
+
+
+def test_the_digest_of_several_rows_is_that_of_the_turns_in_order() -> None:
+    turn_digests = [
+        sampled_digest(ids_to_bytes(turn.sampled_ids), logprobs_to_bytes(turn.logprobs)) for turn in REWRITTEN.turns
+    ]
+    rows = make_samples(REWRITTEN)
+    assert samples_digest(rows) == episode_digest(turn_digests)
+    assert samples_digest(rows[:2]) != samples_digest(rows)
+
+
+def test_rows_come_back_by_episode() -> None:
+    rows = [*make_samples(REWRITTEN), *make_samples(replace(TWO_TURNS, episode_id=8))]
+    assert [(number, len(of_it)) for number, of_it in rows_by_episode(rows)] == [(7, 3), (8, 1)]
+
+
+@pytest.mark.parametrize("samples", [(1, 1), (0, 2), (0, 1, 0)])
+def test_samples_out_of_order_are_refused(samples: tuple[int, ...]) -> None:
+    turns = [replace(tokens([1], [2], [-1.0], [0]), sample=sample) for sample in samples]
+    with pytest.raises(ValueError, match="episode 7: turns of samples"):
+        make_samples(episode(*turns))

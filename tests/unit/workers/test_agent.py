@@ -11,8 +11,9 @@ from common.config import RolloutConfig
 from common.episode import FinishReason, Message, Sampled, ToolCall, ToolSpec, Turn, VersionSpan
 from common.errors import EpisodeError
 from common.outcomes import Outcome
-from workers.agent import Agent, Generated, OutOfTime, prompt_ids
+from workers.agent import Agent, Generated, OutOfTime
 from workers.engine_errors import ContextOverflow
+from workers.prompts import sample_ids
 from workers.tool_calls import ParsedTurn
 
 CLOSE = 0
@@ -22,12 +23,17 @@ CLOSE = 0
 class CharRenderer:
     """One token a character: small enough to see every id."""
 
+    keep_thinking = True
+
     def first_prompt(self, messages: Sequence[Message], tools: Sequence[ToolSpec]) -> list[int]:
         return [ord(character) for message in messages for character in message.content]
 
     def suffix(self, messages: Sequence[Message], *, after: Sequence[int]) -> list[int]:
         end = [] if after[-1] == CLOSE else [CLOSE]
         return [*end, ord("|"), *self.first_prompt(messages, ()), ord(">")]
+
+    def rewritten(self, messages: Sequence[Message], tools: Sequence[ToolSpec]) -> list[int] | None:
+        raise AssertionError("keep_thinking")
 
     def parse(self, ids: Sequence[int]) -> ParsedTurn:
         text = "".join(chr(token) for token in ids if token != CLOSE)
@@ -100,7 +106,7 @@ async def test_every_prompt_is_what_was_sent_and_sampled_before_plus_the_suffix(
         script.saved[:-1], zip(script.prompts[:-1], script.prompts[1:], strict=True), strict=True
     ):
         assert after == before + list(turn.sampled.ids) + list(script.saved[turn.index + 1].suffix_ids)
-    assert prompt_ids(script.saved) == script.prompts[-1] + list(said("done").ids)
+    assert sample_ids(script.saved) == script.prompts[-1] + list(said("done").ids)
 
 
 async def test_tool_results_follow_the_call_in_the_stored_messages():
@@ -242,7 +248,7 @@ async def test_a_cut_off_turn_leaves_the_turns_before_it_and_itself_whole():
     assert await script.play() is Outcome.TOKEN_LIMIT
 
     assert [turn.sampled for turn in script.saved] == [long, long, cut]
-    assert prompt_ids(script.saved) == [*script.prompts[-1], *cut.ids]
+    assert sample_ids(script.saved) == [*script.prompts[-1], *cut.ids]
 
 
 async def test_a_turn_that_another_token_stopped_is_closed_in_the_next_prompt():

@@ -94,6 +94,14 @@ async def test_calls_share_one_connection(client: EngineClient, engine: Scripted
     assert len(engine.peers) == 1
 
 
+async def test_a_turn_is_one_request_and_asks_for_all_that_a_capture_needs(
+    client: EngineClient, engine: ScriptedEngine
+) -> None:
+    for _ in range(3):
+        assert len((await generate(client, engine.url)).logprobs) == 3
+    assert engine.calls == [GENERATE] * 3
+
+
 async def test_start_weights_are_unversioned(client: EngineClient, engine: ScriptedEngine) -> None:
     engine.version = "default"
     with pytest.raises(Unversioned, match="'default'"):
@@ -111,6 +119,8 @@ async def test_a_prompt_that_fills_the_context_is_told_apart(client: EngineClien
     [
         "This model's maximum context length is 1024 tokens, the prompt has 2000",
         "The decoder prompt (length 2000) is longer than the maximum model length of 1024.",
+        "The input (2000 tokens) is longer than the model's context length (1024 tokens).",
+        "max_tokens must be at least 1, got 0. (1024)",
         "the prompt has 2000 tokens, but the maximum model length of 1024 includes at least one new token",
     ],
 )

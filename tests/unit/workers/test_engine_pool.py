@@ -5,96 +5,30 @@ import threading
 import time
 from collections.abc import AsyncIterator
 from dataclasses import replace
-from pathlib import Path
-from uuid import uuid4
 
 import pytest
 from aiohttp import web
 from aiohttp.test_utils import TestServer
 
-from common.config import RolloutConfig, RunConfig, TrainConfig
 from common.db.engines import EngineRow
-from common.db.episodes import Claim
-from common.episode import EngineState, FinishReason, Sampled, Stage, VersionSpan
+from common.episode import EngineState, FinishReason, Sampled, VersionSpan
 from common.errors import DatabaseUnavailable, EpisodeError
 from common.outcomes import Outcome
+from tests.unit.workers.pool_fleet import GENERATE, Fleet, make_claim, row, running_fleet, until_a_reading_is_old
 from tests.unit.workers.waiting import until
 from workers.agent import OutOfTime
 from workers.engine_client import EngineClient
 from workers.engine_errors import ContextOverflow
-from workers.engine_pool import EPISODE_SLACK, GROUP_SLACK, EnginePool, fresh_enough, joined
+from workers.engine_list import fresh_enough
+from workers.engine_places import EPISODE_SLACK, GROUP_SLACK
+from workers.engine_pool import EnginePool, joined
 from workers.scripted_engine import Fault, ScriptedEngine
-
-GENERATE = "/inference/v1/generate"
-ALPHABET = list(range(10, 30))
-"""What the scripted policy writes after any prompt of one id; a longer prompt is continued from where it stands."""
-
-
-def go_on(prompt: list[int]) -> list[int]:
-    return ALPHABET[len(prompt) - 1 :]
-
-
-class Fleet:
-    """Engines, their rows, and a pool over them."""
-
-    def __init__(self, client: EngineClient, engines: list[ScriptedEngine]) -> None:
-        self.engines = engines
-        self.rows = [row(number, engine.url) for number, engine in enumerate(engines)]
-        self.num_reads = 0
-        self.pool = EnginePool(client, self.read, wait_s=5)
-
-    def read(self, run_id: int) -> list[EngineRow]:
-        self.num_reads += 1
-        return [row for row in self.rows if row.run_id == run_id]
-
-    @property
-    def urls(self) -> list[str]:
-        return [engine.url for engine in self.engines]
-
-    async def turn(self, *, episode: int = 1, group: int = 1, max_tokens: int = 3) -> tuple[Sampled, str]:
-        claim = make_claim(episode=episode, group=group, max_tokens=max_tokens)
-        generated = await self.pool.generate(claim, [1], request_id=uuid4().hex, stop_ids=(29,))
-        return generated.sampled, generated.engine
 
 
 @pytest.fixture
 async def fleet() -> AsyncIterator[Fleet]:
-    engines = [ScriptedEngine(go_on) for _ in range(2)]
-    for engine in engines:
-        engine.version = "run-a/000003"
-        await engine.start()
-    async with EngineClient(timeout_s=5) as client:
-        yield Fleet(client, engines)
-    for engine in engines:
-        await engine.stop()
-
-
-def row(number: int, url: str, *, version: int | None = 3, state: EngineState = EngineState.SERVING) -> EngineRow:
-    return EngineRow(id=number, url=url, run_id=5, state=state, version=version)
-
-
-def make_claim(*, episode: int = 1, group: int = 1, max_tokens: int = 3) -> Claim:
-    return Claim(
-        stage=Stage.RUN,
-        episode_id=episode,
-        attempt=1,
-        token=uuid4(),
-        worker="w",
-        group_id=group,
-        run_id=5,
-        config=RunConfig(
-            name="run-a",
-            model=Path("model"),
-            rollout=RolloutConfig(max_tokens_per_turn=max_tokens),
-            train=TrainConfig(max_staleness=1),
-        ),
-        handler="calculator",
-        payload={},
-        prepared=None,
-        num_turns=0,
-        outcome=None,
-        transcript=[],
-    )
+    async with running_fleet() as fleet:
+        yield fleet
 
 
 async def until_open(engine: ScriptedEngine, number: int) -> None:
@@ -139,11 +73,6 @@ async def test_an_episode_leaves_an_overloaded_engine(fleet: Fleet) -> None:
     assert (await fleet.turn(episode=1, group=1))[1] == second.url
     first.resume()
     await asyncio.gather(*others)
-
-
-async def until_a_reading_is_old() -> None:
-    due = time.monotonic() + 0.21
-    await until(lambda: time.monotonic() >= due)
 
 
 async def test_load_is_given_back_whatever_the_end(fleet: Fleet) -> None:
@@ -339,6 +268,14 @@ def test_lagging_engines_get_no_new_work() -> None:
     assert fresh_enough([], 0) == []
 
 
+def test_engines_that_all_lag_get_no_new_work() -> None:
+    """What they would sample is dropped as stale: the newest version counts, not the newest that some engine has."""
+    rows = [replace(row(0, "a", version=5), newest=7), replace(row(1, "b", version=6), newest=7)]
+    assert fresh_enough(rows, 2) == ["a", "b"]
+    assert fresh_enough(rows, 1) == ["b"]
+    assert fresh_enough(rows, 0) == []
+
+
 def sampled(*spans: tuple[int, int], reason: FinishReason = FinishReason.ABORT) -> Sampled:
     """One id a position; spans as (version, end)."""
     starts = [0, *[end for _, end in spans]]
@@ -370,3 +307,12 @@ def test_joined_parts_read_as_one_request(
     assert whole.ids == a.ids + b.ids
     assert [(span.version, span.start, span.end) for span in whole.spans] == spans
     assert whole.finish_reason is FinishReason.STOP
+
+
+async def test_a_turn_gets_no_more_ids_than_its_row_has_room_for(fleet: Fleet) -> None:
+    claim = make_claim(max_tokens=9)
+    rollout = claim.config.rollout.model_copy(update={"max_row_tokens": 6})
+    claim = replace(claim, config=claim.config.model_copy(update={"rollout": rollout}))
+    for prompt, num in (([1], 5), ([1, 10, 11, 12], 2)):
+        generated = await fleet.pool.generate(claim, prompt, request_id=f"row-{num}", stop_ids=(29,))
+        assert (len(generated.sampled.ids), generated.sampled.finish_reason) == (num, FinishReason.LENGTH)

@@ -2,8 +2,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from common.config import RunConfig
+import pytest
+
+from common.config import RolloutConfig, RunConfig
 from common.db.runs import DataCursor
+from common.errors import SetupError
 from workers.feeder import next_tasks, read_tasks
 
 TASKS = list(range(100, 107))
@@ -38,3 +41,9 @@ def config() -> RunConfig:
 def test_a_procedural_handler_makes_its_tasks():
     made = read_tasks(config())
     assert [key for key, _ in made] == ["0", "1", "2"]
+
+
+def test_a_run_that_compacts_needs_a_handler_that_can():
+    asking = config().model_copy(update={"rollout": RolloutConfig(compact_tokens=100)})
+    with pytest.raises(SetupError, match=r"compact_tokens is set, but handler calculator has no method compact"):
+        read_tasks(asking)

@@ -22,6 +22,13 @@ TOOL = ToolSpec(
 )
 QUESTION = (Message(role="user", content="What is there? \U0001f333"),)
 THOUGHT = "<think>\nleft first\n</think>\n\n"
+DROPPING = QWEN.template.replace("message.content", "message.content.split('</think>')[-1].lstrip()")
+"""Shows no turn's thinking."""
+LAST_TURN = """\
+{%- set last = namespace(index=-1) %}
+{%- for message in messages %}{%- if message.role == 'assistant' %}{%- set last.index = loop.index0 %}{%- endif %}
+{%- endfor %}
+"""
 
 
 @pytest.fixture(params=PUBLISHED, ids=lambda published: published.name)
@@ -252,21 +259,55 @@ def test_no_content_and_empty_content_are_no_break(tmp_path: Path) -> None:
         assert len(split_samples(made)) == 1
 
 
-def test_a_template_that_drops_thinking_is_refused_if_it_must_not_be_kept(tmp_path: Path) -> None:
-    template = QWEN.template.replace("message.content", "message.content.split('</think>')[-1].lstrip()")
-    folder = QWEN.write(tmp_path, template=template)
+@pytest.mark.parametrize("keep_thinking", [True, False])
+def test_a_template_that_drops_thinking_rewrites_the_history_unless_it_is_kept(
+    tmp_path: Path, keep_thinking: bool
+) -> None:
+    folder = QWEN.write(tmp_path, template=DROPPING)
+    renderer = Renderer.from_folder(folder, keep_thinking=keep_thinking)
+    result = Message(role="tool", content="a tree")
 
-    assert Renderer.from_folder(folder).suffix([Message(role="tool", content="a tree")])
-    with pytest.raises(SetupError, match=r"qwen2.5.* drops the thinking of earlier turns"):
-        Renderer.from_folder(folder, keep_thinking=False)
+    for thought, is_dropped in (("", False), (THOUGHT, True)):
+        said = Message(role="assistant", content=f"{thought}Up.", tool_calls=calls("up"))
+        shown = renderer.rewritten([*QUESTION, said, result], [TOOL])
+        if keep_thinking or not is_dropped:
+            assert shown is None
+        else:
+            assert shown == renderer.first_prompt([*QUESTION, said, result], [TOOL])
+            assert "left first" not in renderer.decode(shown)
 
 
-def test_a_template_that_drops_thinking_before_a_user_s_answer_takes_results_alone(tmp_path: Path) -> None:
+def test_thinking_that_is_shown_until_a_user_answers_rewrites_the_history_there(tmp_path: Path) -> None:
     renderer = load(HYBRID, tmp_path, keep_thinking=False)
+    said = Message(role="assistant", content=f"{THOUGHT}A tree.")
 
-    assert renderer.suffix([Message(role="tool", content="a tree")])
-    with pytest.raises(ValueError, match=r"cannot hold a user message: .* drops the thinking"):
-        renderer.suffix([Message(role="user", content="And behind?")])
+    assert renderer.rewritten([*QUESTION, said, Message(role="tool", content="a tree")], [TOOL]) is None
+    assert renderer.rewritten([*QUESTION, said, Message(role="user", content="And behind?")], [TOOL]) is not None
+
+
+def test_thinking_of_the_turn_before_the_last_that_is_dropped_rewrites_the_history(tmp_path: Path) -> None:
+    said_last = "(message.content if loop.index0 == last.index else message.content.split('</think>')[-1].lstrip())"
+    template = LAST_TURN + QWEN.template.replace("message.content", said_last)
+    renderer = Renderer.from_folder(QWEN.write(tmp_path, template=template), keep_thinking=False)
+    result = Message(role="tool", content="a tree")
+    said = Message(role="assistant", content=f"{THOUGHT}Up.", tool_calls=calls("up"))
+
+    assert renderer.rewritten([*QUESTION, said, result], [TOOL]) is None
+    assert renderer.rewritten([*QUESTION, said, result, said, result], [TOOL]) is not None
+
+
+def test_ids_that_no_text_would_give_again_and_other_spellings_of_a_call_rewrite_nothing(tmp_path: Path) -> None:
+    renderer = load(THINKING, tmp_path, keep_thinking=False)
+    result = Message(role="tool", content="e\u0301 \u6f22\u5b57 \ufffd\n\n")
+    for content in (THOUGHT.removeprefix("<think>\n"), "\u0301\ufffd</think>", "\n\nso</think>Up"):
+        said = Message(role="assistant", content=content, tool_calls=calls("up"))
+        assert renderer.rewritten([*QUESTION, said, result], [TOOL]) is None
+
+
+def test_a_history_that_the_template_cannot_show_goes_on(tmp_path: Path) -> None:
+    renderer = load(LLAMA, tmp_path, keep_thinking=False)
+    said = Message(role="assistant", content="", tool_calls=calls("up", "left"))
+    assert renderer.rewritten([*QUESTION, said, Message(role="tool", content="a tree")], [TOOL]) is None
 
 
 def test_a_run_s_configuration_chooses_how_its_model_is_shown(tmp_path: Path) -> None:
@@ -307,8 +348,16 @@ def test_an_empty_thought_in_the_prompt_stays_in_every_turn(tmp_path: Path) -> N
     assert prompt.endswith("<|im_start|>assistant\n<think>\n\n</think>\n\n")
     assert suffix.endswith("<|im_start|>assistant\n<think>\n\n</think>\n\n")
     assert suffix.startswith("\n<|im_start|>user\n<tool_response>\na tree")
-    with pytest.raises(SetupError, match="cannot be extended"):
-        load(HYBRID, tmp_path, enable_thinking=False, keep_thinking=False)
+
+
+def test_an_empty_thought_that_the_template_shows_in_the_last_turn_alone_can_be_left_to_it(tmp_path: Path) -> None:
+    renderer = load(HYBRID, tmp_path, enable_thinking=False, keep_thinking=False)
+    said = Message(role="assistant", content="Up.", tool_calls=calls("up"))
+
+    shown = renderer.rewritten([*QUESTION, said, Message(role="tool", content="a tree")], [TOOL])
+
+    assert shown is not None
+    assert renderer.decode(shown).count("<think>") == 1
 
 
 @pytest.mark.parametrize(

@@ -7,8 +7,10 @@ from typing import Any
 import numpy as np
 import pytest
 
+from common.episode import Message
 from common.errors import EpisodeError
-from workers.handlers.base import MAX_REWARD, Prepared, Score, returned
+from common.outcomes import Outcome
+from workers.handlers.base import MAX_REWARD, Prepared, Score, compacted_messages, returned
 
 
 @pytest.mark.parametrize("number", [True, 1, 1.0, np.float32(1), np.int64(1), np.bool_(True), Decimal(1)])
@@ -71,3 +73,31 @@ def test_handlers_result_of_another_kind_is_the_handlers_error() -> None:
     assert returned(score, Score, "eval of handler x") is score
     with pytest.raises(EpisodeError, match=r"^handler_failed: init of handler x must return Prepared, got NoneType$"):
         returned(None, Prepared, "init of handler x")
+
+
+ASKED, ANSWERED = Message(role="user", content="go"), Message(role="assistant", content="gone")
+
+
+@pytest.mark.parametrize("value", [[ASKED], (ASKED, ANSWERED, ASKED), [Message(role="tool", content="")]])
+def test_messages_that_the_policy_can_answer_are_a_compacted_conversation(value: Any) -> None:
+    assert compacted_messages(value, "mine") == tuple(value)
+
+
+def test_a_handler_may_leave_a_conversation() -> None:
+    assert compacted_messages(None, "mine") is None
+
+
+@pytest.mark.parametrize(
+    ("value", "what"),
+    [
+        ([], "it ends with nothing"),
+        ([ASKED, ANSWERED], "it ends with one of role assistant"),
+        ("go", "must return messages or None, got 'go'"),
+        ([{"role": "user", "content": "go"}], "must return messages or None, got "),
+        (7, "must return messages or None, got 7"),
+    ],
+)
+def test_what_no_policy_could_answer_is_the_handler_s_failure(value: Any, what: str) -> None:
+    with pytest.raises(EpisodeError, match=f"compact of mine .*{what}") as caught:
+        compacted_messages(value, "mine")
+    assert caught.value.outcome is Outcome.HANDLER_FAILED

@@ -1,0 +1,162 @@
+"""Episodes on a vLLM whose generate route is shut: the fallback to /v1/completions samples them just as exactly."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from pathlib import Path
+from uuid import uuid4
+
+import pytest
+
+from common.config import RolloutConfig, RunConfig
+from common.episode import FinishReason, Sampled
+from common.errors import SetupError
+from common.weights import version_name
+from deploy.engine_ask import EngineKind
+from deploy.engine_probe import check_engine, num_requests
+from tests.vllm.serving import RUN, serving
+from tests.vllm.test_episodes import (
+    AT_ONCE,
+    MAX_DLOGPROB,
+    MIN_TURNS,
+    Played,
+    RunStage,
+    TappedHttp,
+    max_dlogprob,
+    num_id_differences,
+    row_of,
+)
+from trainer.policy import Policy
+from workers.engine_client import EngineClient
+from workers.engine_errors import ContextOverflow
+from workers.wires.completions import COMPLETIONS
+from workers.wires.vllm import GENERATE
+
+NUM_EPISODES = 40
+MAX_MODEL_LEN = 512
+
+
+@pytest.fixture(scope="module")
+def engine(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """A server with every flag but --enable-scale-out."""
+    log_file = tmp_path_factory.mktemp("vllm") / "engine.log"
+    shut = ("--no-enable-scale-out", "--max-model-len", str(MAX_MODEL_LEN))
+    with serving(tiny, log_file=log_file, extra=shut) as url:
+        yield url
+
+
+class CountingHttp(TappedHttp):
+    """Counts the requests of each route, too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.paths: list[str] = []
+
+    async def send(self, method, url, path, **rest):  # type: ignore[no-untyped-def]
+        self.paths.append(path)
+        return await super().send(method, url, path, **rest)
+
+
+async def play(stage: RunStage) -> list[Played]:
+    payloads = stage.handler.tasks(seed=11, num_tasks=20 * NUM_EPISODES)
+    kept: list[Played] = []
+    numbers = iter(range(20 * NUM_EPISODES))
+
+    async def work() -> None:
+        while len(kept) < NUM_EPISODES:
+            played = await stage.play(next(numbers), next(payloads))
+            if len(played.turns) >= MIN_TURNS:
+                kept.append(played)
+
+    await asyncio.gather(*(work() for _ in range(AT_ONCE)))
+    return kept
+
+
+@pytest.mark.parametrize(("temperature", "top_p"), [(1.0, 1.0), (0.7, 0.9)])
+async def test_the_trainer_sees_what_the_engine_sampled(
+    engine: str, tiny: Path, temperature: float, top_p: float, figures: dict[str, object]
+) -> None:
+    config = RunConfig(name=RUN, model=tiny, rollout=RolloutConfig(temperature=temperature, top_p=top_p))
+    http = CountingHttp()
+    async with EngineClient(timeout_s=60, http=http) as client:
+        await client.update_weight_version(engine, version_name(RUN, 2))
+        await generate(client, engine, [5, 20])
+        assert http.paths.count(GENERATE) == 1
+        played = await play(RunStage(client, engine, config))
+    rows = [row_of(number, one) for number, one in enumerate(played)]
+    differences = sum(
+        num_id_differences(row, [http.exchanges[request_id] for request_id in one.request_ids])
+        for row, one in zip(rows, played, strict=True)
+    )
+    largest = max_dlogprob(Policy.load(config), rows)
+    figures["completions_episodes"] = int(str(figures.get("completions_episodes", 0))) + len(rows)
+    figures["completions_max_dlogprob"] = f"{max(largest, float(str(figures.get('completions_max_dlogprob', 0)))):.1e}"
+    assert len(rows) >= NUM_EPISODES
+    assert http.paths.count(GENERATE) == 1
+    assert http.paths.count(COMPLETIONS) > MIN_TURNS * NUM_EPISODES
+    assert differences == 0
+    assert largest < MAX_DLOGPROB
+    assert all((row.versions_L[row.mask_L] == 2).all() for row in rows)
+
+
+async def generate(client: EngineClient, url: str, prompt_ids: list[int], **changes: object) -> Sampled:
+    usual: dict[str, object] = {
+        "request_id": uuid4().hex,
+        "max_tokens": 4,
+        "temperature": 2.0,
+        "stop_ids": (),
+        "model": None,
+        "run": RUN,
+    }
+    return await client.generate(url, prompt_ids=prompt_ids, **(usual | changes))  # type: ignore[arg-type]
+
+
+async def test_a_context_that_fills_ends_by_length_and_a_full_one_is_told_apart(
+    engine: str, client: EngineClient
+) -> None:
+    await client.update_weight_version(engine, version_name(RUN, 2))
+    sampled = await generate(client, engine, [5] * (MAX_MODEL_LEN - 2), max_tokens=40)
+    assert len(sampled.ids) <= 2
+    with pytest.raises(ContextOverflow, match=str(MAX_MODEL_LEN)):
+        await generate(client, engine, [5] * MAX_MODEL_LEN)
+
+
+async def test_an_abort_ends_the_request_and_keeps_what_was_sampled(engine: str, client: EngineClient) -> None:
+    await client.update_weight_version(engine, version_name(RUN, 2))
+    await generate(client, engine, [5, 20])
+    for number in range(30):
+        request_id = f"long-{number}"
+        task = asyncio.create_task(generate(client, engine, [5, 20], request_id=request_id, max_tokens=500))
+        while not task.done() and not await asyncio.to_thread(num_requests, engine):
+            continue
+        for _ in range(number):
+            # Each one decodes a little longer, until one has sampled something and has not ended by itself.
+            await client.check_health(engine)
+        while not task.done():
+            await client.abort(engine, [request_id])
+        sampled = await task
+        if sampled.finish_reason is FinishReason.ABORT and sampled.ids:
+            break
+    assert sampled.finish_reason is FinishReason.ABORT
+    assert 0 < len(sampled.ids) == len(sampled.logprobs) < 500
+
+
+async def test_it_is_told_at_the_registration(engine: str, tiny: Path) -> None:
+    kind = await asyncio.to_thread(check_engine, engine, model=tiny, served_name="policy", temperature=0.7, top_p=0.9)
+    assert kind is EngineKind.VLLM_COMPLETIONS
+
+
+async def test_raw_logprobs_are_found_out_and_a_full_context_on_the_generate_route(
+    tiny: Path, tmp_path: Path, client: EngineClient
+) -> None:
+    raw = ("--logprobs-mode", "raw_logprobs", "--max-model-len", str(MAX_MODEL_LEN))
+    with serving(tiny, log_file=tmp_path / "raw.log", extra=raw) as url:
+        assert await asyncio.to_thread(check_engine, url, model=tiny, served_name="policy") is EngineKind.VLLM
+        with pytest.raises(SetupError, match="--logprobs-mode processed_logprobs"):
+            await asyncio.to_thread(check_engine, url, model=tiny, served_name="policy", temperature=0.7)
+        await client.update_weight_version(url, version_name(RUN, 2))
+        assert len((await generate(client, url, [5] * (MAX_MODEL_LEN - 2), max_tokens=40)).ids) <= 2
+        for num_ids in (MAX_MODEL_LEN, MAX_MODEL_LEN + 100):
+            with pytest.raises(ContextOverflow):
+                await generate(client, url, [5] * num_ids)

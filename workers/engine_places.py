@@ -1,0 +1,266 @@
+"""Gives each turn a place on an engine, or lets it wait for one: sticky episodes, siblings together, room where it is.
+
+The pool sends the request and gives the place back. A place is one request under way; an engine's limit says how many
+there are, and is steered by `engine_pressure`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import partial
+
+from common.db.episodes import Claim
+from common.errors import EpisodeError
+from common.outcomes import Outcome
+from workers.engine_line import Line, Waiter
+from workers.engine_list import CACHE_S, EngineList
+from workers.engine_pressure import InFlight
+
+EPISODE_SLACK = 8
+"""An episode stays with its engine until that has this many requests of its size more than the idlest."""
+GROUP_SLACK = 2
+"""The same for an episode's first turn: siblings share a prompt, and with it the engine's prefix cache."""
+MIN_BACKOFF_S = 0.5
+MAX_BACKOFF_S = 2.0
+MAX_REMEMBERED = 10_000
+"""Episodes and groups whose engine is remembered, the latest ones. Forgetting one costs a prefill."""
+
+
+@dataclass(kw_only=True)
+class EngineUse:
+    """What this process knows of an engine."""
+
+    flight: InFlight
+    outstanding: int = 0
+    """Tokens of prompts and budgets of the requests that have no answer yet."""
+    queued: int = 0
+    """The same of turns that wait in this process for a place on it."""
+    chosen: int = 0
+    """Number of the choice that took it last."""
+    failures: int = 0
+    """In a row."""
+    avoid_until: float = 0.0
+    """Of the pool's clock."""
+
+    @property
+    def load(self) -> int:
+        return self.outstanding + self.queued
+
+
+@dataclass(frozen=True, kw_only=True)
+class TurnRequest:
+    """One model call, as asked for."""
+
+    claim: Claim
+    prompt_ids: tuple[int, ...]
+    request_id: str
+    stop_ids: tuple[int, ...]
+    max_tokens: int
+
+    @property
+    def size(self) -> int:
+        """What it may cost an engine, in tokens."""
+        return len(self.prompt_ids) + self.max_tokens
+
+
+@dataclass(kw_only=True)
+class _Run:
+    """The engines of a run, and who waits for them."""
+
+    name: str
+    urls: list[str] = field(default_factory=list)
+    """Of engines that may take new work, as last read."""
+    line: Line[TurnRequest] = field(default_factory=Line)
+    watching: asyncio.Task[None] | None = None
+    """Looks for engines while somebody waits."""
+
+
+@dataclass(kw_only=True)
+class _Homes:
+    """Which engine episodes, or groups, were sent to last."""
+
+    urls: OrderedDict[int, str] = field(default_factory=OrderedDict)
+
+    def remember(self, key: int, url: str) -> None:
+        self.urls[key] = url
+        self.urls.move_to_end(key)
+        if len(self.urls) > MAX_REMEMBERED:
+            self.urls.popitem(last=False)
+
+
+class EnginePlaces:
+    """One per process, used from one event loop. Other processes' requests are seen only in the engines' pressure."""
+
+    def __init__(
+        self, engines: EngineList, *, wait_s: float, max_in_flight: int, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        """`wait_s` is how long a turn waits for a place."""
+        self._engines = engines
+        self._wait_s = wait_s
+        self._max_in_flight = max_in_flight
+        self._clock = clock
+        self.uses: dict[str, EngineUse] = {}
+        """URL -> what this process knows of the engine."""
+        self._episodes = _Homes()
+        self._groups = _Homes()
+        self._choices = itertools.count(1)
+        self._runs: dict[int, _Run] = {}
+
+    @property
+    def num_waiting(self) -> int:
+        """Turns that have no place."""
+        return sum(len(run.line) for run in self._runs.values())
+
+    async def wait_for(self, turn: TurnRequest, deadline: float, why: str) -> str:
+        """URL of an engine on which a place was taken for the turn; it must be given back.
+
+        Raises EpisodeError(ENGINE_LOST) at the deadline; `why` says what was wrong with the engine it had before.
+        """
+        run_id = turn.claim.run_id
+        run = self._runs.setdefault(run_id, _Run(name=turn.claim.config.name))
+        run.urls = await self._engines.urls_by(deadline, run_id, turn.claim.config.train.max_staleness)
+        self._serve(run_id)  # Those who came before.
+        engines = self._available(run)
+        home = self._choose(turn, engines) if engines else None
+        settled = home is not None and home == self._episodes.urls.get(turn.claim.episode_id)
+        if home and engines[home].flight.has_room:
+            return self._take(turn, home)
+        roomy = {url: engine for url, engine in engines.items() if engine.flight.has_room}
+        if roomy and not settled:
+            return self._take(turn, self._choose(turn, roomy))
+        return await self._stand_in_line(run, turn, home, settled=settled, deadline=deadline, why=why)
+
+    async def _stand_in_line(
+        self, run: _Run, turn: TurnRequest, home: str | None, *, settled: bool, deadline: float, why: str
+    ) -> str:
+        waiter = Waiter(turn=turn, home=home, settled=settled, since=self._clock())
+        self._join(run, waiter)
+        try:
+            async with asyncio.timeout(deadline - self._clock()):
+                return await waiter.place
+        except TimeoutError:
+            self._hand_back(waiter)
+            if self._available(run):
+                why = f"all engines of run {run.name} are full"
+            raise EpisodeError(Outcome.ENGINE_LOST, f"{why}, for {self._wait_s:g} s") from None
+        except asyncio.CancelledError:
+            self._hand_back(waiter)
+            raise
+        finally:
+            self._leave(run, waiter)
+
+    def _join(self, run: _Run, waiter: Waiter[TurnRequest]) -> None:
+        run.line.join(waiter)
+        if waiter.home is not None:
+            self.uses[waiter.home].queued += waiter.turn.size
+            self.uses[waiter.home].flight.reached = True
+            self._remember(waiter.turn, waiter.home)
+        if run.watching is None:
+            run.watching = asyncio.create_task(self._look_for_engines(waiter.turn.claim))
+            run.watching.add_done_callback(partial(_tell_all, run))
+
+    def _leave(self, run: _Run, waiter: Waiter[TurnRequest]) -> None:
+        if run.line.leave(waiter) and waiter.home is not None:
+            self.uses[waiter.home].queued -= waiter.turn.size
+        if not run.line and run.watching is not None:
+            run.watching.cancel()
+            run.watching = None
+
+    def _hand_back(self, waiter: Waiter[TurnRequest]) -> None:
+        """Cancelled at the moment in which it got a place: that would be lost for ever."""
+        if waiter.place.done() and not waiter.place.cancelled() and waiter.place.exception() is None:
+            self.give_back(waiter.turn, waiter.place.result())
+
+    async def _look_for_engines(self, claim: Claim) -> None:
+        """Waits for: the next look, as long as somebody waits for a place. Cancelled when nobody does."""
+        while True:
+            await asyncio.sleep(CACHE_S)
+            urls = await self._engines.urls(claim.run_id, claim.config.train.max_staleness)
+            self._runs[claim.run_id].urls = urls
+            self._serve(claim.run_id)
+
+    def serve_all(self) -> None:
+        """Give away what risen limits left free."""
+        for run_id in self._runs:
+            self._serve(run_id)
+
+    def _serve(self, run_id: int) -> None:
+        """Give away the places that are free: to those who wait for the engine itself, then to all who wait."""
+        run = self._runs[run_id]
+        if not run.line:
+            return
+        engines = self._available(run)
+        for url, engine in engines.items():
+            while engine.flight.has_room and (waiter := run.line.next_at(url)):
+                self._grant(run, waiter, url)
+        while roomy := {url: engine for url, engine in engines.items() if engine.flight.has_room}:
+            waiter = run.line.next_anywhere(engines, self._clock()) if run.line else None
+            if waiter is None:
+                break
+            self._grant(run, waiter, self._choose(waiter.turn, roomy))
+
+    def _grant(self, run: _Run, waiter: Waiter[TurnRequest], url: str) -> None:
+        self._leave(run, waiter)
+        if not waiter.place.done():
+            waiter.place.set_result(self._take(waiter.turn, url))
+
+    def _take(self, turn: TurnRequest, url: str) -> str:
+        engine = self.uses[url]
+        engine.outstanding += turn.size
+        engine.flight.take()
+        engine.chosen = next(self._choices)
+        self._remember(turn, url)
+        return url
+
+    def give_back(self, turn: TurnRequest, url: str) -> None:
+        """The request has ended, in whatever way."""
+        engine = self.uses[url]
+        engine.outstanding -= turn.size
+        engine.flight.give_back()
+        self._serve(turn.claim.run_id)
+
+    def _available(self, run: _Run) -> dict[str, EngineUse]:
+        """The run's engines without those that failed a moment ago."""
+        now = self._clock()
+        for url in run.urls:
+            if url not in self.uses:
+                self.uses[url] = EngineUse(flight=InFlight(maximum=self._max_in_flight))
+        return {url: self.uses[url] for url in run.urls if self.uses[url].avoid_until <= now}
+
+    def _choose(self, turn: TurnRequest, engines: Mapping[str, EngineUse]) -> str:
+        """The episode's engine, else its group's, while they are not much busier than the idlest; else the idlest."""
+        # Ties go to the one chosen longest ago: while all are idle, the first would get every episode for life.
+        idlest = min(engines, key=lambda url: (engines[url].load, engines[url].chosen))
+        for home, slack in (
+            (self._episodes.urls.get(turn.claim.episode_id), EPISODE_SLACK),
+            (self._groups.urls.get(turn.claim.group_id), GROUP_SLACK),
+        ):
+            if home is not None and home in engines and engines[home].load <= engines[idlest].load + slack * turn.size:
+                return home
+        return idlest
+
+    def _remember(self, turn: TurnRequest, url: str) -> None:
+        self._episodes.remember(turn.claim.episode_id, url)
+        self._groups.remember(turn.claim.group_id, url)
+
+    def failed(self, url: str) -> None:
+        """Give it no turn for a while, and longer with each failure in a row."""
+        engine = self.uses[url]
+        backoff = min(MIN_BACKOFF_S * 2.0 ** min(engine.failures, 10), MAX_BACKOFF_S)
+        engine.failures += 1
+        engine.avoid_until = self._clock() + backoff
+
+
+def _tell_all(run: _Run, looking: asyncio.Task[None]) -> None:
+    """The engines cannot be read: that is an answer, too, for all who wait."""
+    if looking.cancelled() or (error := looking.exception()) is None:
+        return
+    run.watching = None
+    for waiter in run.line.everyone():
+        if not waiter.place.done():
+            waiter.place.set_exception(error)

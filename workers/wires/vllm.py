@@ -1,0 +1,98 @@
+"""vLLM's token-in, token-out route and its development routes: the wire that says for each id who sampled it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from common.config import InFlight
+from common.episode import Sampled
+from workers.engine_errors import EngineUnavailable, LoadRefused
+from workers.engine_http import EngineHttp
+from workers.engine_reply import parse_sampled
+from workers.wires.base import (
+    ADMIN_TIMEOUT_S,
+    LOAD_TIMEOUT_S,
+    PROBE_TIMEOUT_S,
+    GenerateRequest,
+    Route,
+)
+
+GENERATE = "/inference/v1/generate"
+_SHOWN_CHARS = 300
+
+
+class VllmWire:
+    """vLLM started with --enable-scale-out and VLLM_SERVER_DEV_MODE=1; the small CPU engine speaks the same."""
+
+    name = "vllm-generate"
+
+    def __init__(self, http: EngineHttp, url: str) -> None:
+        self.route = Route(http, url)
+
+    async def generate(self, request: GenerateRequest, *, timeout_s: float) -> Sampled:
+        body: dict[str, object] = {
+            "request_id": request.request_id,
+            "token_ids": list(request.prompt_ids),
+            "sampling_params": {
+                "max_tokens": request.max_tokens,
+                "temperature": request.temperature,
+                "top_p": request.top_p,
+                "logprobs": 0,
+                "stop_token_ids": list(request.stop_ids),
+            },
+        }
+        if request.model is not None:
+            body["model"] = request.model
+        raw = await self.route.sample(GENERATE, body, timeout_s=timeout_s)
+        return parse_sampled(raw, run=request.run, max_tokens=request.max_tokens, engine=self.route.url)
+
+    async def check_health(self) -> None:
+        status, raw = await self.route.http.send("GET", self.route.url, "/health", timeout_s=PROBE_TIMEOUT_S)
+        if status != 200:
+            raise self.route.unavailable("/health", status, raw)
+
+    async def weight_version(self) -> str:
+        reply = await self.route.ask("GET", "/weight_info", timeout_s=PROBE_TIMEOUT_S)
+        return str(self.route.field(reply, "weight_version", str, "/weight_info"))
+
+    async def is_paused(self) -> bool:
+        reply = await self.route.ask("GET", "/is_paused", timeout_s=PROBE_TIMEOUT_S)
+        return bool(self.route.field(reply, "is_paused", bool, "/is_paused"))
+
+    async def pause(self, in_flight: InFlight, *, wait_s: float) -> None:
+        path = f"/pause?mode={in_flight}&clear_cache=true"
+        timeout_s = ADMIN_TIMEOUT_S + (wait_s if in_flight == "wait" else 0)
+        self.route.expect(await self.route.ask("POST", path, timeout_s=timeout_s), "status", "paused", path)
+
+    async def resume(self) -> None:
+        reply = await self.route.ask("POST", "/resume", timeout_s=ADMIN_TIMEOUT_S)
+        self.route.expect(reply, "status", "resumed", "/resume")
+
+    async def load_version(self, path: Path, name: str) -> None:
+        body = {"method": "load_version", "args": [str(path), name]}
+        reply = await self.route.ask("POST", "/collective_rpc", timeout_s=LOAD_TIMEOUT_S, body=body)
+        results = self.route.field(reply, "results", list, "/collective_rpc")
+        url = self.route.url
+        if not results or not all(isinstance(result, dict) and "ok" in result for result in results):
+            raise EngineUnavailable(f"engine {url} /collective_rpc load_version answers {results!r:.{_SHOWN_CHARS}}")
+        errors = [str(result.get("error", "no reason given")) for result in results if result["ok"] is not True]
+        if errors and len(errors) < len(results):
+            raise EngineUnavailable(f"engine {url}: {len(errors)} of {len(results)} ranks refuse {name}: {errors[0]}")
+        if errors:
+            raise LoadRefused(f"engine {url} refuses {name}: {errors[0]}")
+
+    async def update_weight_version(self, name: str) -> None:
+        path = "/update_weight_version"
+        reply = await self.route.ask("POST", path, timeout_s=ADMIN_TIMEOUT_S, body={"new_version": name})
+        self.route.expect(reply, "success", True, path)
+
+    async def abort(self, request_ids: Sequence[str]) -> int | None:
+        path = "/abort_requests"
+        body = {"request_ids": [self.engine_id(request_id) for request_id in request_ids]}
+        reply = await self.route.ask("POST", path, timeout_s=ADMIN_TIMEOUT_S, body=body)
+        return int(self.route.field(reply, "aborted", int, path))
+
+    def engine_id(self, request_id: str) -> str:
+        """The engine's name of a request. It goes by the route, and for another name vLLM aborts none and is silent."""
+        return f"generate-tokens-{request_id}"
