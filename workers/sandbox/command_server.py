@@ -376,7 +376,12 @@ class Server:
             (resource.RLIMIT_MSGQUEUE, 0),
             (resource.RLIMIT_MEMLOCK, 64 << 10),
         ):
-            resource.setrlimit(name, (limit, limit))
+            try:
+                resource.setrlimit(name, (limit, limit))
+            except ValueError:
+                # gVisor has neither such queues nor a way to limit them.
+                if name != resource.RLIMIT_MSGQUEUE:
+                    raise
         if self.limits["kernel_processes"]:
             limit = self.limits["kernel_processes"]
             resource.setrlimit(resource.RLIMIT_NPROC, (limit, limit))
@@ -420,7 +425,7 @@ class Server:
     def full_disk(self) -> str | None:
         """`disk` when the sandbox can hold no byte or no file more."""
         rooms = map(os.statvfs, self._disks)
-        full = any(room.f_bfree == 0 or room.f_ffree == 0 for room in rooms)
+        full = any(room.f_bfree == 0 or (room.f_files and room.f_ffree == 0) for room in rooms)
         return "disk" if full or self.has_too_many_files(0) else None
 
     def num_inodes(self) -> int:
