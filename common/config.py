@@ -23,6 +23,8 @@ from common.storable import MAX_COUNT, MAX_SMALL_COUNT, check_storable, check_ti
 TINY_MODELS = Path(__file__).parent / "models"
 
 
+SandboxKind = Literal["bubblewrap", "docker", "restricted"]
+"""docs/sandbox.md says what keeps commands in with each. `restricted` has no walls."""
 InFlight = Literal["keep", "wait", "abort"]
 Advantage = Literal["grpo", "dr_grpo", "rloo", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "pass_at_k"]
 
@@ -287,6 +289,21 @@ class SharingConfig(Section):
                 )
 
 
+class SandboxConfig(Section):
+    """Where the run's agents run their commands."""
+
+    kind: SandboxKind | None = None
+    """None = as ROLLMILL_SANDBOX of the fleets' nodes says; "docker" for an image."""
+    image: str | None = Field(default=None, min_length=1)
+    """Image of Docker or Podman, with bash and python3, for tasks that name none; None = ROLLMILL_SANDBOX_IMAGE."""
+
+    @model_validator(mode="after")
+    def _image_fits(self) -> Self:
+        if self.image is not None and self.kind not in (None, "docker"):
+            raise ValueError(f'image = {self.image!r} has no effect with kind = {self.kind!r}: take "docker"')
+        return self
+
+
 class RunConfig(Section):
     """One training run."""
 
@@ -306,6 +323,7 @@ class RunConfig(Section):
     render: RenderConfig = RenderConfig()
     train: TrainConfig = TrainConfig()
     sharing: SharingConfig = SharingConfig()
+    sandbox: SandboxConfig = SandboxConfig()
 
     @model_validator(mode="after")
     def _minibatches_fit(self) -> Self:

@@ -14,13 +14,17 @@ from tests.vllm.serving import require_vllm
 from workers.engine_client import EngineClient
 
 FIGURES = pytest.StashKey[dict[str, object]]()
+REPORT = pytest.StashKey[list[str]]()
 
 
 def pytest_configure(config: pytest.Config) -> None:
     config.stash[FIGURES] = {}
+    config.stash[REPORT] = []
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:
+    for line in config.stash.get(REPORT, []):
+        sys.stdout.write(f"vllm: {line}\n")
     if figures := config.stash.get(FIGURES, {}):
         sys.stdout.write("vllm: " + " ".join(f"{name}={value}" for name, value in figures.items()) + "\n")
 
@@ -29,6 +33,12 @@ def pytest_unconfigure(config: pytest.Config) -> None:
 def figures(pytestconfig: pytest.Config) -> dict[str, object]:
     """What the last line shows."""
     return pytestconfig.stash[FIGURES]
+
+
+@pytest.fixture(scope="session")
+def report(pytestconfig: pytest.Config) -> list[str]:
+    """Lines to show before the last one."""
+    return pytestconfig.stash[REPORT]
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -15,19 +15,8 @@ from common.errors import SetupError
 from common.weights import version_name
 from deploy.engine_ask import EngineKind
 from deploy.engine_probe import check_engine, num_requests
+from tests.vllm.episodes import MIN_TURNS, SAMPLINGS, RunStage, TappedHttp, compare, play_until_enough
 from tests.vllm.serving import RUN, serving
-from tests.vllm.test_episodes import (
-    AT_ONCE,
-    MAX_DLOGPROB,
-    MIN_TURNS,
-    Played,
-    RunStage,
-    TappedHttp,
-    max_dlogprob,
-    num_id_differences,
-    row_of,
-)
-from trainer.policy import Policy
 from workers.engine_client import EngineClient
 from workers.engine_errors import ContextOverflow
 from workers.wires.completions import COMPLETIONS
@@ -46,58 +35,22 @@ def engine(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str
         yield url
 
 
-class CountingHttp(TappedHttp):
-    """Counts the requests of each route, too."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.paths: list[str] = []
-
-    async def send(self, method, url, path, **rest):  # type: ignore[no-untyped-def]
-        self.paths.append(path)
-        return await super().send(method, url, path, **rest)
-
-
-async def play(stage: RunStage) -> list[Played]:
-    payloads = stage.handler.tasks(seed=11, num_tasks=20 * NUM_EPISODES)
-    kept: list[Played] = []
-    numbers = iter(range(20 * NUM_EPISODES))
-
-    async def work() -> None:
-        while len(kept) < NUM_EPISODES:
-            played = await stage.play(next(numbers), next(payloads))
-            if len(played.turns) >= MIN_TURNS:
-                kept.append(played)
-
-    await asyncio.gather(*(work() for _ in range(AT_ONCE)))
-    return kept
-
-
-@pytest.mark.parametrize(("temperature", "top_p"), [(1.0, 1.0), (0.7, 0.9)])
+@pytest.mark.parametrize(("temperature", "top_p"), SAMPLINGS)
 async def test_the_trainer_sees_what_the_engine_sampled(
     engine: str, tiny: Path, temperature: float, top_p: float, figures: dict[str, object]
 ) -> None:
     config = RunConfig(name=RUN, model=tiny, rollout=RolloutConfig(temperature=temperature, top_p=top_p))
-    http = CountingHttp()
+    http = TappedHttp()
     async with EngineClient(timeout_s=60, http=http) as client:
         await client.update_weight_version(engine, version_name(RUN, 2))
         await generate(client, engine, [5, 20])
-        assert http.paths.count(GENERATE) == 1
-        played = await play(RunStage(client, engine, config))
-    rows = [row_of(number, one) for number, one in enumerate(played)]
-    differences = sum(
-        num_id_differences(row, [http.exchanges[request_id] for request_id in one.request_ids])
-        for row, one in zip(rows, played, strict=True)
-    )
-    largest = max_dlogprob(Policy.load(config), rows)
-    figures["completions_episodes"] = int(str(figures.get("completions_episodes", 0))) + len(rows)
-    figures["completions_max_dlogprob"] = f"{max(largest, float(str(figures.get('completions_max_dlogprob', 0)))):.1e}"
-    assert len(rows) >= NUM_EPISODES
-    assert http.paths.count(GENERATE) == 1
-    assert http.paths.count(COMPLETIONS) > MIN_TURNS * NUM_EPISODES
-    assert differences == 0
-    assert largest < MAX_DLOGPROB
-    assert all((row.versions_L[row.mask_L] == 2).all() for row in rows)
+        assert http.num_requests[GENERATE] == 1
+        episodes = await play_until_enough(RunStage(client, engine, config), num_episodes=NUM_EPISODES)
+    assert http.num_requests[GENERATE] == 1
+    assert http.num_requests[COMPLETIONS] > MIN_TURNS * NUM_EPISODES
+    found = compare(episodes, http, config, version=2)
+    found.add_to(figures, family="tiny")
+    found.check(num_episodes=NUM_EPISODES)
 
 
 async def generate(client: EngineClient, url: str, prompt_ids: list[int], **changes: object) -> Sampled:

@@ -20,7 +20,7 @@ from tokenizers import Tokenizer
 from common.episode import Message, ToolSpec
 from common.errors import SetupError
 from workers.render.families import CHATML, Family, detect_family, family_named
-from workers.render.folder import read_folder
+from workers.render.folder import ModelFolder, read_folder
 from workers.render.history import Segment, first_difference
 from workers.render.probe import PROBE_PROMPT, PROBE_TOOL, probe_call, tool_probe, user_probe
 from workers.render.template import ChatTemplate
@@ -96,7 +96,7 @@ class Renderer:
             template=read.template,
             close_token=close_token,
             family=chosen,
-            extra_stop_ids=read.stop_ids,
+            extra_stop_ids=(*read.stop_ids, *_eos_id(read)),
             template_kwargs={**read.special_tokens, **(template_kwargs or {})},
             keep_thinking=keep_thinking,
         )
@@ -258,3 +258,9 @@ class Renderer:
 
     def _show(self, ids: list[int], index: int) -> str:
         return f"{ids[index]} {self.decode(ids[index : index + 1])!r}" if index < len(ids) else "nothing"
+
+
+def _eos_id(read: ModelFolder) -> tuple[int, ...]:
+    """Engines stop at the tokenizer's eos_token unasked, whether or not the template ends turns with it."""
+    token_id = read.tokenizer.token_to_id(read.special_tokens.get("eos_token", ""))
+    return () if token_id is None else (token_id,)

@@ -106,7 +106,8 @@ def test_a_process_that_has_finished_is_left_alone(folder: DataFolder) -> None:
 def test_a_crash_loop_ends_with_the_last_log_lines(folder: DataFolder) -> None:
     with Supervisor(folder, crash_policy=QUICK) as supervisor:
         supervisor.start(python("bystander", SLEEP))
-        supervisor.start(python("broken", "raise SystemExit('no such model: x')"))
+        # It must not end before it was seen to run, which would be a start that failed.
+        supervisor.start(python("broken", "import time; time.sleep(1); raise SystemExit('no such model: x')"))
         with pytest.raises(SetupError) as raised:
             poll_until(supervisor, lambda: False)
         bystander, broken = supervisor.statuses()

@@ -82,6 +82,26 @@ async def test_generate_gives_what_the_engine_sampled(client: EngineClient, engi
     )
 
 
+async def test_every_request_asks_for_log_probs_and_is_not_streamed(client: EngineClient) -> None:
+    bodies: list[dict[str, Any]] = []
+
+    async def note(request: web.Request) -> web.Response:
+        bodies.append(await request.json())
+        return web.Response(status=503)
+
+    app = web.Application()
+    app.router.add_post(GENERATE, note)
+    runner = web.AppRunner(app)
+    await runner.setup()
+    await web.TCPSite(runner, "127.0.0.1", 0).start()
+    with pytest.raises(EngineUnavailable):
+        await generate(client, f"http://127.0.0.1:{runner.addresses[0][1]}")
+    await runner.cleanup()
+
+    assert bodies[0]["sampling_params"]["logprobs"] == 0
+    assert not bodies[0].get("stream")
+
+
 async def test_max_tokens_ends_by_length(client: EngineClient, engine: ScriptedEngine) -> None:
     sampled = await generate(client, engine.url, max_tokens=2)
     assert sampled.ids == (103, 2)

@@ -190,6 +190,15 @@ async def test_an_aborted_request_goes_on_within_its_budget(fleet: Fleet) -> Non
     assert sampled.finish_reason is FinishReason.LENGTH
 
 
+async def test_a_turn_has_its_whole_budget_however_many_came_before(fleet: Fleet) -> None:
+    prompt = [1]
+    for number in range(3):
+        claim = make_claim(max_tokens=3)
+        generated = await fleet.pool.generate(claim, prompt, request_id=f"turn-{number}", stop_ids=(29,))
+        assert len(generated.sampled.ids) == 3
+        prompt += generated.sampled.ids
+
+
 async def test_an_abort_with_the_whole_budget_ends_by_length() -> None:
     span = {"version": "run-a/000003", "start": 0, "end": 3}
     logprobs = {"content": [{"token_id": token_id, "logprob": -1.0} for token_id in (5, 6, 7)]}

@@ -117,6 +117,16 @@ def test_stop_ids_hold_what_ends_a_document_and_a_call_too(tmp_path: Path) -> No
     assert [llama.decode([token]) for token in llama.stop_ids] == ["<|eot_id|>", "<|eom_id|>", "<|end_of_text|>"]
 
 
+def test_the_eos_token_at_which_engines_stop_unasked_is_no_part_of_the_text(tmp_path: Path) -> None:
+    renderer = load(PLAIN, tmp_path)
+    eos = PLAIN.tokenizer().token_to_id(PLAIN.eos)
+    said = [*PLAIN.tokenizer().encode("A tree.").ids, eos]
+
+    assert renderer.stop_ids == (renderer.close_id, eos)
+    assert renderer.parse(said).content == "A tree."
+    assert renderer.suffix([Message(role="tool", content="x")], after=said)[0] == renderer.close_id
+
+
 def test_ids_turn_by_turn_equal_the_library_whole(published: Published, tmp_path: Path) -> None:
     renderer = load(published, tmp_path)
     messages = conversation(published)
