@@ -148,6 +148,11 @@ class Policy:
                 tensors[f"optimizer.{key}.{name}"] = value
         return tensors
 
+    def published_state(self, folder: Path) -> dict[str, torch.Tensor]:
+        """The weights of a published version as `state` names them, without optimizer state."""
+        model = load_model(folder)
+        return {f"model.{name}": parameter.detach() for name, parameter in model.named_parameters()}
+
     def restore(self, tensors: Mapping[str, torch.Tensor]) -> None:
         """Put back what `state` returned. Raises SetupError when it belongs to another model."""
         parameters = dict(self.model.named_parameters())
@@ -158,6 +163,12 @@ class Policy:
             raise SetupError(
                 f"the checkpoint belongs to another model: {odd} is {found.get(odd)} there, {shapes.get(odd)} here"
             )
+        for name, tensor in tensors.items():
+            _, _, parameter_name = name.removeprefix("optimizer.").partition(".")
+            parameter = parameters.get(parameter_name)
+            # A state for the whole parameter, or a number such as the count of steps.
+            if name.startswith("optimizer.") and (parameter is None or tensor.shape not in (parameter.shape, ())):
+                raise SetupError(f"the checkpoint's optimizer trained other parameters: {name} is {tensor.shape} there")
         self.optimizer.state.clear()
         for name, tensor in tensors.items():
             kind, _, rest = name.partition(".")
