@@ -20,7 +20,7 @@ from transformers.utils.logging import disable_progress_bar
 from common.config import RunConfig, TrainConfig
 from common.errors import RollmillError, SetupError
 from trainer.kl import kl_estimate
-from trainer.lora import with_adapter, without_adapter
+from trainer.lora import adapter_parameters, with_adapter, without_adapter
 from trainer.losses import StepTotals, TokenStats, needs_all_rows, policy_loss
 from trainer.samples import Batch, Sample, fresh_mask, microbatches, pad
 
@@ -161,8 +161,9 @@ class Policy:
 
     def published_state(self, folder: Path) -> dict[str, torch.Tensor]:
         """The weights of a published version as `state` names them, without optimizer state."""
-        model = load_model(folder)
-        return {f"model.{name}": parameter.detach() for name, parameter in model.named_parameters()}
+        if self.train.lora_rank is not None:
+            return {f"model.{name}": tensor for name, tensor in adapter_parameters(folder).items()}
+        return {f"model.{name}": parameter.detach() for name, parameter in load_model(folder).named_parameters()}
 
     def restore(self, tensors: Mapping[str, torch.Tensor]) -> None:
         """Put back what `state` returned. Raises SetupError when it belongs to another model."""

@@ -77,7 +77,8 @@ def _put_together(
         return weights | optimizer, number
     raise SetupError(
         f"cannot go on: {damage}, and there is no older one to take the optimizer's state from. Put the folder back "
-        f"from a copy, or start a new run under another name, from version {newest.number}: model = {newest.location}"
+        "from a copy, or start a new run under another name; "
+        f"the weights of version {newest.number} are published in {newest.location}"
     ) from damage
 
 
