@@ -130,6 +130,9 @@ class TrainConfig(Section):
     keep_version_every: int | None = Field(default=None, ge=1)
     """Every n-th version stays in the weight store; None = all but the newest max_staleness + 2 are deleted once no
     engine and no episode that goes on names them. Version 0 always stays."""
+    keep_checkpoints: int = Field(default=2, ge=1)
+    """Newest checkpoints that stay, each about three times the weights in float32; one more while a step is written.
+    When the newest is damaged, the optimizer's state comes from the one before: with 1 there is none."""
     learning_rate: float = Field(default=1e-3, gt=0)
     warmup_steps: int = Field(default=5, ge=0)
     """Training steps of linear warm-up; then linear decay to half."""

@@ -34,6 +34,7 @@ from trainer.failures import noting_failures, outlast_outage
 from trainer.lora import adapter_writer
 from trainer.policy import Policy
 from trainer.publish import announce, version_writer
+from trainer.restore import restore
 from trainer.rewards import group_rewards, is_trained
 from trainer.samples import Sample, make_samples, rows_by_episode, samples_digest
 from trainer.source import Work, wait_for_work
@@ -86,8 +87,9 @@ class Trainer:
         with self.database.begin() as conn:
             newest = versions.newest(conn, self.run.id)
         version = 0 if newest is None else newest.number
-        if version > 0:
-            self.policy.restore(self.checkpoints.load(version))
+        self._sweep()
+        if newest is not None and version > 0:
+            restore(self.policy, self.checkpoints, newest)
         self.ensure_published()
         announce(self.broker_url, run_id=self.run.id, version=version)
         logger.info("training run=%d from version=%d", self.run.id, version)
@@ -153,10 +155,22 @@ class Trainer:
         self.prune(version + 1)
         return True
 
+    def _sweep(self) -> None:
+        """Half-written folders of trainers that were killed: of a model of some size a few would fill the disk."""
+        try:
+            self.checkpoints.sweep()
+            self.weights.sweep(self.run.name)
+        except OSError as error:
+            logger.warning("half-written folders not deleted run=%d: %s", self.run.id, error)
+
     def prune(self, newest: int) -> None:
-        """Delete versions that nobody needs any more. What can't be deleted now is the next step's to delete."""
+        """Delete versions and checkpoints that nobody needs any more, now that `newest` is done.
+
+        What can't be deleted now is the next step's to delete.
+        """
         kept = self.run.config.train.keep_version_every
         try:
+            self.checkpoints.prune(newest, num_kept=self.run.config.train.keep_checkpoints)
             with self.database.begin() as conn:
                 needed = versions.needed(conn, self.run.id)
             pruned = self.weights.prune(
@@ -165,7 +179,7 @@ class Trainer:
                 keep=needed.union(range(0, newest, kept) if kept else ()),
             )
         except (DatabaseUnavailable, WeightsError, OSError) as error:
-            logger.warning("old versions not pruned run=%d newest=%d: %s", self.run.id, newest, error)
+            logger.warning("old versions or checkpoints not deleted run=%d newest=%d: %s", self.run.id, newest, error)
         else:
             logger.debug("pruned run=%d versions=%s", self.run.id, pruned)
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from transformers import PreTrainedModel
 
 from common.config import TrainConfig
@@ -81,3 +81,9 @@ def adapter_writer(model: Any) -> Callable[[Path], None]:
         config.save_pretrained(folder)
 
     return write
+
+
+def adapter_parameters(folder: Path) -> dict[str, torch.Tensor]:
+    """What `adapter_writer` wrote, by the names that the parameters have in the model."""
+    saved = load_file(folder / ADAPTER_WEIGHTS)
+    return {f"{name.removesuffix('.weight')}.{_NAME}.weight": tensor for name, tensor in saved.items()}

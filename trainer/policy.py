@@ -20,7 +20,7 @@ from transformers.utils.logging import disable_progress_bar
 from common.config import RunConfig, TrainConfig
 from common.errors import RollmillError, SetupError
 from trainer.kl import kl_estimate
-from trainer.lora import with_adapter, without_adapter
+from trainer.lora import adapter_parameters, with_adapter, without_adapter
 from trainer.losses import StepTotals, TokenStats, needs_all_rows, policy_loss
 from trainer.samples import Batch, Sample, fresh_mask, microbatches, pad
 
@@ -159,6 +159,12 @@ class Policy:
                 tensors[f"optimizer.{key}.{name}"] = value
         return tensors
 
+    def published_state(self, folder: Path) -> dict[str, torch.Tensor]:
+        """The weights of a published version as `state` names them, without optimizer state."""
+        if self.train.lora_rank is not None:
+            return {f"model.{name}": tensor for name, tensor in adapter_parameters(folder).items()}
+        return {f"model.{name}": parameter.detach() for name, parameter in load_model(folder).named_parameters()}
+
     def restore(self, tensors: Mapping[str, torch.Tensor]) -> None:
         """Put back what `state` returned. Raises SetupError when it belongs to another model."""
         parameters = self._trained()
@@ -169,6 +175,12 @@ class Policy:
             raise SetupError(
                 f"the checkpoint belongs to another model: {odd} is {found.get(odd)} there, {shapes.get(odd)} here"
             )
+        for name, tensor in tensors.items():
+            _, _, parameter_name = name.removeprefix("optimizer.").partition(".")
+            parameter = parameters.get(parameter_name)
+            # A state for the whole parameter, or a number such as the count of steps.
+            if name.startswith("optimizer.") and (parameter is None or tensor.shape not in (parameter.shape, ())):
+                raise SetupError(f"the checkpoint's optimizer trained other parameters: {name} is {tensor.shape} there")
         self.optimizer.state.clear()
         for name, tensor in tensors.items():
             kind, _, rest = name.partition(".")
