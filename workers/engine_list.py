@@ -34,20 +34,28 @@ class EngineList:
         self._clock = clock
         self._readings: dict[int, _Reading] = {}
 
-    async def urls(self, run_id: int, max_staleness: int) -> list[str]:
-        """Of the engines that take new work, as of CACHE_S ago or later. All who ask share one reading."""
+    async def urls(self, run_id: int, max_staleness: int, *, version: int | None = None) -> list[str]:
+        """Of the engines that take new work, as of CACHE_S ago or later. All who ask share one reading.
+
+        With `version`, those that serve this very one, however old it is.
+        """
         now = self._clock()
         reading = self._readings.get(run_id)
         if reading is None or (reading.rows.done() and now - reading.started >= CACHE_S):
             rows = asyncio.ensure_future(asyncio.to_thread(self._read_rows, run_id))
             reading = self._readings[run_id] = _Reading(rows=rows, started=now)
-        return fresh_enough(await asyncio.shield(reading.rows), max_staleness)
+        rows_read = await asyncio.shield(reading.rows)
+        if version is None:
+            return fresh_enough(rows_read, max_staleness)
+        return [row.url for row in rows_read if row.state is EngineState.SERVING and row.version == version]
 
-    async def urls_by(self, deadline: float, run_id: int, max_staleness: int) -> list[str]:
+    async def urls_by(
+        self, deadline: float, run_id: int, max_staleness: int, *, version: int | None = None
+    ) -> list[str]:
         """The same. Raises EpisodeError(ENGINE_LOST) if the database does not answer by the deadline."""
         try:
             async with asyncio.timeout(max(deadline - self._clock(), CACHE_S)):
-                return await self.urls(run_id, max_staleness)
+                return await self.urls(run_id, max_staleness, version=version)
         except TimeoutError:
             raise EpisodeError(Outcome.ENGINE_LOST, "the list of engines could not be read in time") from None
 
