@@ -172,7 +172,11 @@ def _stages(snapshot: Snapshot) -> Table:
 
 
 def _groups(snapshot: Snapshot) -> Text:
-    groups = "  ".join(f"{state.lower()} {snapshot.groups[state]:,}" for state in GroupState)
+    groups = "  ".join(
+        f"{state.lower()} {snapshot.groups[state]:,}"
+        for state in GroupState
+        if snapshot.groups[state] or state is not GroupState.EVALUATED
+    )
     line = Text.assemble(("groups     ", "dim"), groups)
     for state in (EpisodeState.FAILED, EpisodeState.CANCELLED):
         if snapshot.episodes[state]:
