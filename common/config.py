@@ -23,6 +23,8 @@ from common.storable import MAX_COUNT, MAX_SMALL_COUNT, check_storable, check_ti
 TINY_MODELS = Path(__file__).parent / "models"
 
 
+SandboxKind = Literal["bubblewrap", "docker", "restricted"]
+"""docs/sandbox.md says what keeps commands in with each. `restricted` has no walls."""
 InFlight = Literal["keep", "wait", "abort"]
 Advantage = Literal["grpo", "dr_grpo", "rloo", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "pass_at_k"]
 
@@ -136,6 +138,13 @@ class TrainConfig(Section):
     beta2: float = Field(default=0.99, ge=0, lt=1)
     grad_clip: float = Field(default=0.2, gt=0)
     """Largest gradient norm."""
+    lora_rank: int | None = Field(default=None, ge=1, le=512)
+    """Train a LoRA adapter of this rank over the frozen start weights, and publish adapters in place of whole models;
+    None = train all weights. learning_rate is then the adapter's, usually some ten times higher."""
+    lora_alpha: int | None = Field(default=None, ge=1)
+    """The adapter's product is added times lora_alpha / lora_rank; None = 2 x lora_rank."""
+    lora_modules: tuple[str, ...] | None = Field(default=None, min_length=1)
+    """Names of the linear layers that get an adapter, such as q_proj; None = those of attention and MLP."""
     advantage: Advantage = "grpo"
     """How rewards become advantages; trainer/advantages.py has the papers. All compare the episodes of a group, but
     reinforce_plus_plus, which compares those of a whole step."""
@@ -171,7 +180,8 @@ class TrainConfig(Section):
     """Train episodes of older versions with correction = "none" all the same; such runs collapse."""
     kl: Literal["none", "loss", "reward"] = "none"
     """Where the distance to the start weights is held against the policy: as a term of the loss, or off the reward of
-    each episode, before its advantage. Keeps a second copy of the model in memory."""
+    each episode, before its advantage. Keeps a second copy of the model in memory; with lora_rank the model
+    without its adapter does."""
     kl_coefficient: float | None = Field(default=None, gt=0)
     """Weight of the KL divergence in nats, summed over the tokens as the rest of the loss; None without kl."""
     kl_estimator: Literal["k1", "k2", "k3"] = "k3"
@@ -231,6 +241,22 @@ class TrainConfig(Section):
                 "if they were new: correct them, or set allow_uncorrected = true"
             )
         return self
+
+    @model_validator(mode="after")
+    def _lora_fits(self) -> Self:
+        for name, value in (("lora_alpha", self.lora_alpha), ("lora_modules", self.lora_modules)):
+            if value is not None and self.lora_rank is None:
+                raise ValueError(f"{name} = {value} has no effect without lora_rank")
+        return self
+
+    @property
+    def adapters_kept(self) -> int | None:
+        """Adapters that an engine keeps: those that may still be trained, and one more; None without LoRA.
+
+        The one more is for requests that were sent before their sender knew of the newest. Engines hold one beyond it
+        while a new one comes in.
+        """
+        return None if self.lora_rank is None else self.max_staleness + 2
 
     @property
     def max_refills(self) -> int:
@@ -303,6 +329,21 @@ class SharingConfig(Section):
                 )
 
 
+class SandboxConfig(Section):
+    """Where the run's agents run their commands."""
+
+    kind: SandboxKind | None = None
+    """None = as ROLLMILL_SANDBOX of the fleets' nodes says; "docker" for an image."""
+    image: str | None = Field(default=None, min_length=1)
+    """Image of Docker or Podman, with bash and python3, for tasks that name none; None = ROLLMILL_SANDBOX_IMAGE."""
+
+    @model_validator(mode="after")
+    def _image_fits(self) -> Self:
+        if self.image is not None and self.kind not in (None, "docker"):
+            raise ValueError(f'image = {self.image!r} has no effect with kind = {self.kind!r}: take "docker"')
+        return self
+
+
 class RunConfig(Section):
     """One training run."""
 
@@ -324,6 +365,7 @@ class RunConfig(Section):
     eval: EvalConfig | None = None
     """None = no version is evaluated."""
     sharing: SharingConfig = SharingConfig()
+    sandbox: SandboxConfig = SandboxConfig()
 
     @model_validator(mode="after")
     def _minibatches_fit(self) -> Self:

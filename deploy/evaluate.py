@@ -20,7 +20,7 @@ from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from common.config import EvalConfig, RunConfig
+from common.config import EvalConfig, RunConfig, TrainConfig
 from common.dataset import read_lines
 from common.db import evaluations, runs, versions
 from common.db.evaluations import Evaluation
@@ -75,7 +75,7 @@ def eval_config(config: RunConfig, asked: Asked) -> RunConfig:
             "name": f"{config.name[:NAME_LIMIT].rstrip('-')}-eval",
             "model": (asked.model or config.model).absolute(),
             "dataset": None,
-            "train": config.train.model_copy(update={"num_versions": 0}),
+            "train": TrainConfig(num_versions=0),
             "eval": wanted,
         }
     )

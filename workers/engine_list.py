@@ -33,6 +33,8 @@ class EngineList:
         self._read_rows = read
         self._clock = clock
         self._readings: dict[int, _Reading] = {}
+        self._versions: dict[int, dict[str, int | None]] = {}
+        """Run id -> URL -> what the engine served at the last reading."""
 
     async def urls(self, run_id: int, max_staleness: int, *, version: int | None = None) -> list[str]:
         """Of the engines that take new work, as of CACHE_S ago or later. All who ask share one reading.
@@ -42,12 +44,17 @@ class EngineList:
         now = self._clock()
         reading = self._readings.get(run_id)
         if reading is None or (reading.rows.done() and now - reading.started >= CACHE_S):
-            rows = asyncio.ensure_future(asyncio.to_thread(self._read_rows, run_id))
-            reading = self._readings[run_id] = _Reading(rows=rows, started=now)
-        rows_read = await asyncio.shield(reading.rows)
+            future = asyncio.ensure_future(asyncio.to_thread(self._read_rows, run_id))
+            reading = self._readings[run_id] = _Reading(rows=future, started=now)
+        rows = await asyncio.shield(reading.rows)
+        self._versions[run_id] = {row.url: row.version for row in rows}
         if version is None:
-            return fresh_enough(rows_read, max_staleness)
-        return [row.url for row in rows_read if row.state is EngineState.SERVING and row.version == version]
+            return fresh_enough(rows, max_staleness)
+        return [row.url for row in rows if row.state is EngineState.SERVING and row.version == version]
+
+    def version(self, run_id: int, url: str) -> int | None:
+        """What an engine served when the run's list was read last; None = it was not there."""
+        return self._versions.get(run_id, {}).get(url)
 
     async def urls_by(
         self, deadline: float, run_id: int, max_staleness: int, *, version: int | None = None

@@ -21,7 +21,7 @@ from pydantic import JsonValue
 
 from common.config import RunConfig
 from common.dataset import read_lines
-from common.db import groups, runs, sharing, submissions, tasks
+from common.db import evaluations, groups, runs, sharing, submissions, tasks
 from common.db.episodes import Wakeup
 from common.db.runs import DataCursor, Run
 from common.db.session import Database
@@ -31,7 +31,7 @@ from common.sharing import new_groups
 from workers.app import app
 from workers.handlers.base import Compacts
 from workers.handlers.registry import load_handler
-from workers.held_out import Evaluations
+from workers.held_out import Patience, held_out_tasks
 from workers.publishing import publisher
 from workers.render.of_run import renderer_of
 from workers.service import serve
@@ -66,14 +66,16 @@ class Feeder:
         *,
         max_episodes_in_flight: int | None = None,
         prove: Callable[[RunConfig], object] = lambda _: None,
-        evaluations: Evaluations | None = None,
+        patience: Patience | None = None,
     ) -> None:
         """`prove` raises SetupError for a run that could not be played, before any episode of it is made."""
         self._database = database
         self._publish = publish
         self._capacity = max_episodes_in_flight
         self._prove = prove
-        self._evaluations = evaluations or Evaluations()
+        self._patience = patience or Patience()
+        self._held_out_ids: dict[int, list[int]] = {}
+        """Run id -> its held-out tasks, of runs that are evaluated."""
         self._task_ids: dict[int, list[int]] = {}
         self._troubles: dict[int, str | None] = {}
         self._look_again_at: dict[int, float] = {}
@@ -120,7 +122,12 @@ class Feeder:
         with self._database.begin() as conn:
             cursors = {run_id: runs.lock_cursor(conn, run_id) for run_id in sorted(task_ids)}
             for run in (load.run for load in sharing.loads(conn)):
-                if cursors.get(run.id) is not None and (wakeups := self._evaluations.feed(conn, run)):
+                if cursors.get(run.id) is None or run.id not in self._held_out_ids:
+                    continue
+                point, wakeups = evaluations.advance(conn, run, task_ids=self._held_out_ids[run.id])
+                if point is not None and (error := self._patience.why_give_up(run, point)):
+                    evaluations.close(conn, run.id, point.version, error=error)
+                if wakeups:
                     fed.append(_Fed(run=run, wakeups=wakeups, evaluates=True))
             loads = sharing.loads(conn)
             demands = [sharing.demand(conn, load, fed=cursors.get(load.run.id) is not None) for load in loads]
@@ -155,6 +162,7 @@ class Feeder:
             self._prove(run.config)
             given = read_tasks(run.config) if run.config.train.num_versions else []
             dataset = dataset_of(run.config, given)
+            held_out = held_out_tasks(run.config, run.config.eval, trained=given) if run.config.eval else None
             with self._database.begin() as conn:
                 if runs.bind_dataset(conn, run.id, dataset) != dataset:
                     raise SetupError(
@@ -162,9 +170,10 @@ class Feeder:
                         "put it back, or start a run of another name"
                     )
                 added = tasks.load(conn, dataset=dataset, handler=run.config.handler, payloads=given)
-                self._evaluations.load_tasks(
-                    conn, run, trained=given, name=lambda name, held_out: _dataset_name(name, run.config, held_out)
-                )
+                if held_out is not None:
+                    self._held_out_ids[run.id] = evaluations.store_tasks(
+                        conn, run, dataset=_dataset_name("held-out", run.config, held_out), given=held_out
+                    )
                 self._task_ids[run.id] = tasks.ids(conn, dataset)
             logger.info("tasks run=%s new=%d all=%d", run.name, added, len(self._task_ids[run.id]))
         return self._task_ids[run.id]

@@ -6,11 +6,17 @@ there (`versions.wanted`): so every token of its episodes is of that version, wh
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
+from pydantic import JsonValue
 from sqlalchemy import Connection, text
 
+from common.db import groups, tasks
+from common.db.episodes import Wakeup
+from common.db.runs import Run
 from common.episode import GroupState
+from common.errors import SetupError
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,7 +101,51 @@ def oldest_open(conn: Connection, run_id: int) -> OpenPoint | None:
     return OpenPoint(**row._mapping) if row else None
 
 
-def settle_groups(conn: Connection, run_id: int) -> None:
+def advance(conn: Connection, run: Run, *, task_ids: Sequence[int]) -> tuple[OpenPoint | None, list[Wakeup]]:
+    """Make the next groups of the run's oldest open point, or close it; the messages to send after the commit.
+
+    With the run's row locked. One group for each held-out task, in their order, so that their number says how far it
+    is. Returns the point, if it is still open.
+    """
+    assert run.config.eval is not None, f"run {run.name} is not evaluated"
+    _settle_groups(conn, run.id)
+    point = oldest_open(conn, run.id)
+    if point is None:
+        return None, []
+    if point.num_groups == len(task_ids) and point.num_in_flight == 0:
+        close(conn, run.id, point.version)
+        return None, []
+    if not point.is_served:
+        return point, []
+    size = run.config.eval.samples_per_task
+    room = (run.config.eval.max_episodes_in_flight - point.num_in_flight) // size
+    chosen = list(task_ids[point.num_groups : point.num_groups + room])
+    return point, groups.create(conn, run_id=run.id, task_ids=chosen, size=size, eval_version=point.version)
+
+
+def store_tasks(
+    conn: Connection, run: Run, *, dataset: str, given: Sequence[tuple[str, dict[str, JsonValue]]]
+) -> list[int]:
+    """Ids of the run's held-out tasks, in order. Raises SetupError when it was evaluated on others before."""
+    before = conn.execute(
+        text(
+            """
+            SELECT t.dataset FROM episode_group g JOIN task t ON t.id = g.task_id
+             WHERE g.run_id = :run_id AND g.eval_version IS NOT NULL LIMIT 1
+            """
+        ),
+        {"run_id": run.id},
+    ).scalar()
+    if before not in (None, dataset):
+        raise SetupError(
+            f"the held-out tasks of run {run.name} are not those that it was evaluated on before: "
+            "put them back, or start a run of another name"
+        )
+    tasks.load(conn, dataset=dataset, handler=run.config.handler, payloads=given)
+    return tasks.ids(conn, dataset)
+
+
+def _settle_groups(conn: Connection, run_id: int) -> None:
     """Complete groups of evaluations are over: nobody takes them."""
     conn.execute(
         text(
@@ -147,20 +197,6 @@ def is_pending(conn: Connection, run_id: int) -> bool:
         {"run_id": run_id},
     ).scalar_one()
     return pending
-
-
-def dataset_played(conn: Connection, run_id: int) -> str | None:
-    """The held-out set that the run's evaluations have played so far; None = there was none yet."""
-    dataset: str | None = conn.execute(
-        text(
-            """
-            SELECT t.dataset FROM episode_group g JOIN task t ON t.id = g.task_id
-             WHERE g.run_id = :run_id AND g.eval_version IS NOT NULL LIMIT 1
-            """
-        ),
-        {"run_id": run_id},
-    ).scalar()
-    return dataset
 
 
 def results(conn: Connection, run: str, *, since: int = 0) -> tuple[Evaluation, ...]:

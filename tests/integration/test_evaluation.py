@@ -18,7 +18,7 @@ from common.weights import Published
 from tests.integration.world import World
 from trainer.evaluation import wait_for_evaluations
 from workers.feeder import Feeder
-from workers.held_out import Evaluations
+from workers.held_out import Patience
 
 PUBLISHED = Published(location="/nowhere", manifest_sha256="0" * 64)
 
@@ -35,7 +35,7 @@ class Scene(World):
         self.feeder = self.new_feeder()
 
     def new_feeder(self, *, give_up_after_s: float = 600) -> Feeder:
-        return Feeder(self.database, self.sent.extend, evaluations=Evaluations(give_up_after_s=give_up_after_s))
+        return Feeder(self.database, self.sent.extend, patience=Patience(give_up_after_s=give_up_after_s))
 
     def publish(self, number: int, *, loaded: bool = True) -> None:
         with self.database.begin() as conn:

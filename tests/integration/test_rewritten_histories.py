@@ -19,12 +19,14 @@ from common.db.episodes import Wakeup
 from common.db.session import Database
 from common.episode import EngineState, EpisodeState, Message, ToolCall
 from common.outcomes import Outcome
+from common.settings import Settings
 from common.weights import Published, version_name
 from tests.integration.world import World
 from tests.unit.workers.model_families import QWEN
 from trainer.loop import account, prepare
 from trainer.samples import Sample
-from workers.engine_client import EngineClient, Json
+from workers.engine_client import EngineClient
+from workers.engine_http import EngineHttp, Json
 from workers.engine_pool import EnginePool
 from workers.handlers.base import Compacts, Prepared, Score
 from workers.render import Call, Renderer, split_samples
@@ -93,20 +95,20 @@ class Wire:
             raise Killed
 
 
-class TappedClient(EngineClient):
+class TappedHttp(EngineHttp):
     """Keeps the ids of all requests that were answered."""
 
     def __init__(self, wire: Wire) -> None:
-        super().__init__(timeout_s=30)
+        super().__init__()
         self.wire = wire
 
-    async def _send(
+    async def send(
         self, method: str, url: str, path: str, *, timeout_s: float, body: Json | None = None
     ) -> tuple[int, bytes]:
         if path != GENERATE or body is None:
-            return await super()._send(method, url, path, timeout_s=timeout_s, body=body)
+            return await super().send(method, url, path, timeout_s=timeout_s, body=body)
         self.wire.may_kill("before each request")
-        status, raw = await super()._send(method, url, path, timeout_s=timeout_s, body=body)
+        status, raw = await super().send(method, url, path, timeout_s=timeout_s, body=body)
         self.wire.may_kill("after each answer")
         sent, returned = json.loads(json.dumps(body))["token_ids"], json.loads(raw)["choices"][0]["token_ids"]
         self.wire.calls.append(Call(prompt_ids=tuple(sent), sampled_ids=tuple(returned)))
@@ -145,13 +147,13 @@ class Fleet:
             claim = self.world.must_claim(wakeup, lease_s=-1)
             row = EngineRow(id=1, url=self.engine.url, run_id=claim.run_id, state=EngineState.SERVING, version=0)
             try:
-                async with TappedClient(wire) as client:
+                async with EngineClient(timeout_s=30, http=TappedHttp(wire)) as client:
                     done = await Run(
                         database=self.world.database,
                         engines=EnginePool(client, lambda run_id, row=row: [row], wait_s=10),
                         handler=lambda name: Walk(),
                         renderer=lambda config: self.renderer,
-                        backend=open_backend(self.data_dir),
+                        backend=open_backend(Settings(data_dir=self.data_dir)),
                     )(claim)
             except Killed:
                 with self.world.database.begin() as conn:
@@ -206,7 +208,7 @@ def rows_of(world: World) -> tuple[list[Sample], dict[str, int]]:
             groups, version=0, train=world.run.config.train, reference_kl=lambda samples: {}
         )
         assert (metrics["num_episodes"], metrics["num_rows"]) == (2, len(rows))
-        published = Published(path=world.run.config.model, manifest_sha256="0" * 64)
+        published = Published(location=str(world.run.config.model), manifest_sha256="0" * 64)
         steps.finish_step(conn, step, published=published, metrics=metrics, trained=account(rows, advantages))
         return rows, {name: count for name, count in audit.violations(conn, world.run.id).items() if count}
 

@@ -174,3 +174,11 @@ def test_a_run_that_trains_nothing_must_evaluate():
 def test_samples_of_a_task_that_could_never_be_in_flight_are_refused():
     with pytest.raises(ValidationError, match="samples_per_task = 64 is more than max_episodes_in_flight = 32"):
         EvalConfig(samples_per_task=64)
+
+
+@pytest.mark.parametrize("field", [{"lora_alpha": 16}, {"lora_modules": ["q_proj"]}])
+def test_an_adapters_settings_need_a_rank(field: dict[str, object]) -> None:
+    with pytest.raises(ValidationError, match="has no effect without lora_rank"):
+        TrainConfig.model_validate(field)
+    assert TrainConfig.model_validate({"lora_rank": 8, **field}).adapters_kept == 3
+    assert TrainConfig().adapters_kept is None
