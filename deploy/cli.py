@@ -395,7 +395,7 @@ def _absolute(path: Path | None) -> Path | None:
 
 def _with_tasks(config: RunConfig) -> RunConfig:
     """The configuration. Raises SetupError for a data set that cannot be read."""
-    for dataset in (config.dataset, config.eval and config.eval.dataset):
+    for dataset in (config.dataset, None if config.eval is None else config.eval.dataset):
         if dataset is not None:
             for _ in read_lines(dataset):
                 pass
