@@ -121,8 +121,9 @@ class TrainConfig(Section):
 
     groups_per_step: int = Field(default=16, ge=1)
     """Groups in one training step, which makes one version."""
-    num_versions: int = Field(default=40, ge=1)
-    """The run is finished when this version is published."""
+    num_versions: int = Field(default=40, ge=0)
+    """The run is finished when this version is published, and evaluated where there is an [eval]. 0 = nothing is
+    trained: the start weights are evaluated."""
     max_staleness: int = Field(default=1, ge=0)
     """Largest allowed (version being trained - oldest version among an episode's tokens). 0 = synchronous."""
     minibatches: int = Field(default=2, ge=1)
@@ -268,6 +269,45 @@ class TrainConfig(Section):
         return self.max_refills_per_step or 10 * self.groups_per_step
 
 
+class EvalConfig(Section):
+    """Evaluation of versions on held-out tasks, beside the training and never part of it.
+
+    While a version is evaluated, engines that serve it stay with it, so all tokens are its own; training goes on with
+    it as far as max_staleness allows. An evaluation that takes longer than max_staleness steps so holds training up.
+    """
+
+    every_versions: int = Field(default=10, ge=1, le=MAX_COUNT)
+    """Each n-th version is evaluated, from version 0 on, and the last one; before that the run is not finished."""
+    dataset: Path | None = None
+    """JSON lines, one held-out task a line; None = the handler makes them from `seed`."""
+    num_tasks: int = Field(default=64, ge=1, le=MAX_COUNT)
+    """Tasks at most: of the data set the first ones. Those that are also trained on are left out."""
+    seed: int = 1_000_003
+    """Of the tasks that the handler makes."""
+    samples_per_task: int = Field(default=1, ge=1, le=1000)
+    """Episodes of each task: the more, the less noise, and pass@k up to this k."""
+    success_reward: float = 1.0
+    """Reward from which on an episode counts as solved, for pass@k."""
+    temperature: float | None = Field(default=None, ge=0, le=2)
+    """Sampling temperature; 0 = the likeliest token always, None = as in training."""
+    top_p: float | None = Field(default=None, gt=0, le=1)
+    """None = as in training."""
+    max_tokens_per_turn: int | None = Field(default=None, ge=1)
+    """None = as in training."""
+    max_episodes_in_flight: int = Field(default=32, ge=1, le=MAX_COUNT)
+    """Evaluation episodes at once. They come beyond the limits in [sharing] and ROLLMILL_MAX_EPISODES_IN_FLIGHT, and
+    are counted in them: training gets the rest."""
+
+    @model_validator(mode="after")
+    def _a_task_fits(self) -> Self:
+        if self.samples_per_task > self.max_episodes_in_flight:
+            raise ValueError(
+                f"samples_per_task = {self.samples_per_task} is more than max_episodes_in_flight = "
+                f"{self.max_episodes_in_flight}: not one task could be played"
+            )
+        return self
+
+
 class SharingConfig(Section):
     """The run's part of a fleet that several runs share. `rollmill run share` changes it while the run goes on."""
 
@@ -325,6 +365,8 @@ class RunConfig(Section):
     rollout: RolloutConfig = RolloutConfig()
     render: RenderConfig = RenderConfig()
     train: TrainConfig = TrainConfig()
+    eval: EvalConfig | None = None
+    """None = no version is evaluated."""
     sharing: SharingConfig = SharingConfig()
     sandbox: SandboxConfig = SandboxConfig()
 
@@ -350,6 +392,19 @@ class RunConfig(Section):
     def _limits_fit(self) -> Self:
         self.sharing.check(episodes_per_group=self.episodes_per_group)
         return self
+
+    @model_validator(mode="after")
+    def _has_something_to_do(self) -> Self:
+        if self.train.num_versions == 0 and self.eval is None:
+            raise ValueError("train.num_versions = 0 trains nothing: add an [eval] section, or train a version")
+        return self
+
+    @property
+    def eval_rollout(self) -> RolloutConfig:
+        """How evaluation episodes are played."""
+        assert self.eval is not None, f"run {self.name} has no [eval]"
+        own = self.eval.model_dump(include={"temperature", "top_p", "max_tokens_per_turn"}, exclude_none=True)
+        return self.rollout.model_copy(update=own)
 
     @property
     def episodes_per_group(self) -> int:

@@ -128,6 +128,52 @@ def up(
     )
 
 
+@app.command(
+    "eval",
+    epilog="[bold]rollmill eval --config run.toml --model models/my-start-weights --episodes 200[/]   ·   "
+    "[bold]rollmill eval --config run.toml --model DATA/weights/my-run/000040 --dataset test.jsonl[/]",
+)
+def evaluate(
+    config: Annotated[Path, typer.Option(help="A run's TOML file: handler, \\[rollout], \\[eval].")],
+    model: Annotated[
+        Path | None, typer.Option(help="Model folder, or a version's weights.", show_default="the run's model")
+    ] = None,
+    dataset: Annotated[Path | None, typer.Option(help="JSON lines, one task a line.")] = None,
+    episodes: Annotated[int | None, typer.Option(min=1, help="At most so many, rounded up to whole tasks.")] = None,
+    samples: Annotated[int | None, typer.Option(min=1, max=1000, help="Episodes of each task.")] = None,
+    report: ReportFile = None,
+    broker: Broker = BrokerKind.VALKEY,
+    engine: Engine = EngineKind.SMALL,
+    data_dir: DataDir = None,
+) -> None:
+    """Play tasks with a model on this machine, without training: mean reward, standard error, pass@k.
+
+    Exit code 1 if infrastructure failed under episodes, which have no reward then. Ctrl-C stops; the same command
+    goes on.
+    """
+    settings = settings_for(data_dir)
+    from deploy.evaluate import Asked, eval_config, evaluate_locally
+    from deploy.local_run import Order
+
+    asked = Asked(model=model, dataset=dataset, episodes=episodes, samples_per_task=samples)
+    result = evaluate_locally(
+        Order(
+            config=_with_tasks(_with_handler(_with_model(eval_config(load_run_config(config), asked)))),
+            settings=settings,
+            broker=broker,
+            engine=engine,
+            numbered=True,
+            report_file=report,
+            setup_s=None,
+            keep_up=False,
+            stall_limit_s=None,
+        ),
+        console=Console(),
+    )
+    if result.scored < result.episodes or result.error is not None:
+        raise typer.Exit(1)
+
+
 @app.command()
 def status(data_dir: DataDir = None) -> None:
     """List the runs of the database and how they stand."""
@@ -173,7 +219,8 @@ def sql(
 ) -> None:
     """Ask the database: a table on a terminal, tab-separated values in a pipe.
 
-    Views: samples, turns, reward_by_version, staleness, episode_timings, failures_by_kind, stage_throughput.
+    Views: samples, turns, reward_by_version, evaluation, staleness, episode_timings, failures_by_kind,
+    stage_throughput.
     """
     settings = settings_for(data_dir)
     from common.db.examples import ask
@@ -334,15 +381,24 @@ def _with_model(config: RunConfig) -> RunConfig:
     if not (model / "config.json").exists():
         raise SetupError(f"model folder {model} of run {config.name} holds no model: there is no config.json in it")
     return config.model_copy(
-        update={"model": model, "dataset": config.dataset.absolute() if config.dataset is not None else None}
+        update={
+            "model": model,
+            "dataset": _absolute(config.dataset),
+            "eval": config.eval and config.eval.model_copy(update={"dataset": _absolute(config.eval.dataset)}),
+        }
     )
+
+
+def _absolute(path: Path | None) -> Path | None:
+    return path.absolute() if path is not None else None
 
 
 def _with_tasks(config: RunConfig) -> RunConfig:
     """The configuration. Raises SetupError for a data set that cannot be read."""
-    if config.dataset is not None:
-        for _ in read_lines(config.dataset):
-            pass
+    for dataset in (config.dataset, None if config.eval is None else config.eval.dataset):
+        if dataset is not None:
+            for _ in read_lines(dataset):
+                pass
     return config
 
 

@@ -30,6 +30,7 @@ from common.outcomes import Outcome
 from common.weights import Published, VersionStore, WeightsDamaged, WeightsError, WeightsUnavailable
 from trainer.advantages import Advantages, step_advantages
 from trainer.checkpoint import CheckpointStore
+from trainer.evaluation import wait_for_evaluations
 from trainer.failures import noting_failures, outlast_outage
 from trainer.lora import adapter_writer
 from trainer.policy import Policy
@@ -77,6 +78,8 @@ class Trainer:
                 logger.info("stopped in a step run=%d version=%d", self.run.id, version)
                 return not stop.is_set()
             version += 1
+        if not wait_for_evaluations(self.database, self.run, stop=stop, look_up=self.look_up):
+            return False
         if outlast_outage(self._finish, stop=stop, limit_s=self.outage_wait_s) is None:
             return False
         logger.info("run finished run=%d version=%d", self.run.id, version)

@@ -84,7 +84,7 @@ def take_groups(
         for row in conn.execute(
             text(
                 """
-                SELECT id FROM episode_group WHERE run_id = :run_id AND state = 'COMPLETE'
+                SELECT id FROM episode_group WHERE run_id = :run_id AND state = 'COMPLETE' AND eval_version IS NULL
                  ORDER BY id FOR UPDATE SKIP LOCKED
                 """
             ),
