@@ -1,6 +1,6 @@
 """The policy in training: float32 weights, log-probs of given tokens, one training step. publish.py saves it.
 
-Legend: B rows of a batch, L positions of a row, N sampled tokens of a batch, V vocabulary.
+Legend: B rows of a batch, L positions of a row, N sampled tokens of a batch.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from transformers.utils.logging import disable_progress_bar
 from common.config import RunConfig, TrainConfig
 from common.errors import RollmillError, SetupError
 from trainer.kl import kl_estimate
+from trainer.logprobs import TokenScorer
 from trainer.losses import StepTotals, TokenStats, needs_all_rows, policy_loss
+from trainer.modelling import recompute_layers, set_up
 from trainer.samples import Batch, Sample, fresh_mask, microbatches, pad
 
-MAX_POSITIONS = 4096
-"""Padded positions of one forward pass; bounds the memory of its logits."""
 NUM_PROBED = 32
 """Rows whose log-probs are compared with the engine's at the start of a step."""
 
@@ -64,12 +64,15 @@ class Policy:
     ) -> None:
         """`reference` has the start weights; None where train.kl = "none"."""
         # Without dropout: the ratio to the behaviour log-probs must be 1 where the weights are the same.
-        self.model: PreTrainedModel = model.eval()  # type: ignore[no-untyped-call]
-        self.reference = reference
+        self.model: PreTrainedModel = set_up(model, train=train).eval()  # type: ignore[no-untyped-call]
+        recompute_layers(self.model)
         self.train = train
-        self.temperature = temperature
-        self.top_p = top_p
         self.seed = seed
+        self._scorer = TokenScorer(self.model, train=train, temperature=temperature, top_p=top_p)
+        self._reference = None
+        if reference is not None:
+            reference = set_up(reference, train=train).eval()  # type: ignore[no-untyped-call]
+            self._reference = TokenScorer(reference, train=train, temperature=temperature, top_p=top_p)
         self.optimizer = torch.optim.AdamW(
             model.parameters(), lr=train.learning_rate, betas=(train.beta1, train.beta2), weight_decay=0.0
         )
@@ -88,7 +91,7 @@ class Policy:
 
     def logprobs(self, batch: Batch) -> torch.Tensor:
         """[B, L] log-probs in nats of the sampled tokens at the run's temperature and top-p; 0 elsewhere."""
-        return _scatter(_of_sampled(self._log_softmax(batch), batch), batch)
+        return _score(self._scorer, batch)[0]
 
     @torch.no_grad()
     def reference_kl(self, samples: Sequence[Sample]) -> dict[int, float]:
@@ -98,7 +101,7 @@ class Policy:
         preliminaries. An episode without tokens is not in it.
         """
         by_episode: dict[int, float] = {}
-        for rows in microbatches([row for row in samples if row.num_tokens], max_positions=MAX_POSITIONS):
+        for rows in self._microbatches([row for row in samples if row.num_tokens]):
             batch = pad(rows)
             estimate_BL = kl_estimate(
                 batch.behaviour_logprobs_BL, self._reference_logprobs(batch), estimator=self.train.kl_estimator
@@ -169,31 +172,11 @@ class Policy:
 
     def _reference_logprobs(self, batch: Batch) -> torch.Tensor:
         """[B, L] log-probs in nats by the start weights, at the same temperature and top-p; 0 elsewhere."""
-        assert self.reference is not None
-        return _scatter(_of_sampled(self._log_softmax(batch, model=self.reference), batch), batch)
+        assert self._reference is not None
+        return _score(self._reference, batch)[0]
 
-    def _logprobs_and_entropies(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """[B, L] log-probs, and the entropies in nats before each sampled token where the loss needs them."""
-        log_softmax_NV = self._log_softmax(batch)
-        logprobs_BL = _scatter(_of_sampled(log_softmax_NV, batch), batch)
-        if self.train.entropy_coefficient == 0:
-            return logprobs_BL, None
-        # Outside the nucleus 0 times -inf would be NaN. Not entr(exp(x)): its gradient is infinite there.
-        finite_NV = log_softmax_NV.masked_fill(log_softmax_NV == -torch.inf, 0.0)
-        return logprobs_BL, _scatter(-(log_softmax_NV.exp() * finite_NV).sum(dim=-1), batch)
-
-    def _log_softmax(self, batch: Batch, *, model: PreTrainedModel | None = None) -> torch.Tensor:
-        """[N, V] log-probs before each sampled token. No attention mask: padding stands right, attention looks left."""
-        logits_BLV: torch.Tensor = (model or self.model)(input_ids=batch.ids_BL, use_cache=False).logits
-        before_sampled_BL = batch.mask_BL.roll(-1, dims=1)
-        logits_NV = logits_BLV[before_sampled_BL].float() / self.temperature
-        if self.top_p < 1:
-            outside_NV = outside_nucleus(logits_NV.detach(), self.top_p)
-            # Under newer weights a token may have left the nucleus that it was sampled from: it is kept, or its
-            # ratio would be 0 and its log-prob infinite.
-            outside_NV.scatter_(1, batch.ids_BL[batch.mask_BL][:, None], value=False)
-            logits_NV = logits_NV.masked_fill(outside_NV, -torch.inf)
-        return logits_NV.log_softmax(dim=-1)
+    def _microbatches(self, samples: Sequence[Sample]) -> list[list[Sample]]:
+        return microbatches(samples, max_positions=self.train.max_positions, packing=self.train.packing)
 
     @torch.no_grad()
     def _probe(self, samples: Sequence[Sample], *, version: int, randomness: random.Random) -> dict[str, float]:
@@ -206,14 +189,14 @@ class Policy:
         randomness.shuffle(candidates)
         candidates.sort(key=lambda row: not fresh_mask(row, version).any())
         gap, num_compared, entropies = 0.0, 0, [torch.zeros(0)]
-        for rows in microbatches(candidates[:NUM_PROBED], max_positions=MAX_POSITIONS):
+        for rows in self._microbatches(candidates[:NUM_PROBED]):
             batch = pad(rows)
-            log_softmax_NV = self._log_softmax(batch)
-            gaps_N = (_of_sampled(log_softmax_NV, batch) - batch.behaviour_logprobs_BL[batch.mask_BL]).abs()
+            logprobs_BL, entropies_BL = _score(self._scorer, batch, with_entropies=True)
+            gaps_N = (logprobs_BL - batch.behaviour_logprobs_BL)[batch.mask_BL].abs()
             fresh_N = torch.from_numpy(np.concatenate([fresh_mask(row, version)[row.mask_L] for row in rows]))
             gap = max([gap, *gaps_N[fresh_N].tolist()])
             num_compared += int(fresh_N.sum())
-            entropies.append(torch.special.entr(log_softmax_NV.exp()).sum(dim=-1))
+            entropies.append(entropies_BL[batch.mask_BL])
         entropy_N = torch.cat(entropies)
         entropy = entropy_N.mean().item() if len(entropy_N) else 0.0
         return {"logprob_gap_max": gap, "logprob_gap_tokens": float(num_compared), "entropy": entropy}
@@ -222,7 +205,7 @@ class Policy:
         """The rows of one optimizer step in batches that fit the memory, with anchors from the present weights."""
         prepared = []
         tokens = num_tokens_by_episode(samples)
-        for rows in microbatches(samples, max_positions=MAX_POSITIONS):
+        for rows in self._microbatches(samples):
             batch = pad(rows)
             if self.train.anchor == "proximal":
                 with torch.no_grad():
@@ -253,7 +236,8 @@ class Policy:
         self.optimizer.zero_grad()
         loss, stats = 0.0, TokenStats()
         for part in minibatch:
-            logprobs_BL, entropies_BL = self._logprobs_and_entropies(part.batch)
+            with_entropies = self.train.entropy_coefficient > 0
+            logprobs_BL, entropies_BL = _score(self._scorer, part.batch, with_entropies=with_entropies)
             loss_B, part_stats = policy_loss(
                 logprobs_BL,
                 behaviour_logprobs_BL=part.batch.behaviour_logprobs_BL,
@@ -263,7 +247,7 @@ class Policy:
                 totals=totals,
                 train=self.train,
                 reference_logprobs_BL=part.reference_logprobs_BL,
-                entropies_BL=entropies_BL,
+                entropies_BL=entropies_BL if with_entropies else None,
                 episode_tokens_B=part.episode_tokens_B,
             )
             # A clipped ratio hides an infinite log-prob from the loss.
@@ -285,16 +269,6 @@ class Policy:
             )
         self.optimizer.step()
         return loss, stats, grad_norm
-
-
-def outside_nucleus(logits_NV: torch.Tensor, top_p: float) -> torch.Tensor:
-    """[N, V] True outside the smallest set of likeliest tokens with at least `top_p` of the probability.
-
-    Nucleus sampling (Holtzman et al. 2020, The Curious Case of Neural Text Degeneration, section 3.1).
-    """
-    probs_NV, order_NV = logits_NV.softmax(dim=-1).sort(dim=-1, descending=True)
-    outside_NV = probs_NV.cumsum(dim=-1) - probs_NV >= top_p
-    return torch.empty_like(outside_NV).scatter_(1, order_NV, outside_NV)
 
 
 def load_model(folder: Path) -> PreTrainedModel:
@@ -341,11 +315,12 @@ def split_by_group(samples: Sequence[Sample], *, parts: int, randomness: random.
     return [part for part in split if part]
 
 
-def _scatter(values_N: torch.Tensor, batch: Batch) -> torch.Tensor:
-    """[B, L] with the values of the sampled tokens at their places, 0 elsewhere."""
-    return torch.zeros(batch.mask_BL.shape).masked_scatter(batch.mask_BL, values_N)
+def _score(scorer: TokenScorer, batch: Batch, *, with_entropies: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
+    """[B, L] log-probs of the sampled tokens, and entropies before each, in nats; 0 elsewhere, or if not asked for.
 
-
-def _of_sampled(log_softmax_NV: torch.Tensor, batch: Batch) -> torch.Tensor:
-    """[N] the entries of the tokens that were sampled."""
-    return log_softmax_NV.gather(1, batch.ids_BL[batch.mask_BL][:, None])[:, 0]
+    They are where the batch is, however large the model and wherever it is: they are few.
+    """
+    logprobs_N, entropies_N = scorer(batch, with_entropies=with_entropies)
+    zeros_BL = torch.zeros(batch.mask_BL.shape)
+    logprobs_BL = zeros_BL.masked_scatter(batch.mask_BL, logprobs_N.cpu())
+    return logprobs_BL, zeros_BL if entropies_N is None else zeros_BL.masked_scatter(batch.mask_BL, entropies_N.cpu())
