@@ -151,6 +151,13 @@ class TrainConfig(Section):
     """torch's own attention, or that of the flash-attn package, which must be installed and takes bfloat16 on a GPU."""
     gradient_checkpointing: bool = False
     """Keep only the inputs of each layer for the backward pass and compute the layer again there: a third more work."""
+    lora_rank: int | None = Field(default=None, ge=1, le=512)
+    """Train a LoRA adapter of this rank over the frozen start weights, and publish adapters in place of whole models;
+    None = train all weights. learning_rate is then the adapter's, usually some ten times higher."""
+    lora_alpha: int | None = Field(default=None, ge=1)
+    """The adapter's product is added times lora_alpha / lora_rank; None = 2 x lora_rank."""
+    lora_modules: tuple[str, ...] | None = Field(default=None, min_length=1)
+    """Names of the linear layers that get an adapter, such as q_proj; None = those of attention and MLP."""
     advantage: Advantage = "grpo"
     """How rewards become advantages; trainer/advantages.py has the papers. All compare the episodes of a group, but
     reinforce_plus_plus, which compares those of a whole step."""
@@ -186,7 +193,8 @@ class TrainConfig(Section):
     """Train episodes of older versions with correction = "none" all the same; such runs collapse."""
     kl: Literal["none", "loss", "reward"] = "none"
     """Where the distance to the start weights is held against the policy: as a term of the loss, or off the reward of
-    each episode, before its advantage. Keeps a second copy of the model in memory."""
+    each episode, before its advantage. Keeps a second copy of the model in memory; with lora_rank the model
+    without its adapter does."""
     kl_coefficient: float | None = Field(default=None, gt=0)
     """Weight of the KL divergence in nats, summed over the tokens as the rest of the loss; None without kl."""
     kl_estimator: Literal["k1", "k2", "k3"] = "k3"
@@ -252,6 +260,22 @@ class TrainConfig(Section):
                 "if they were new: correct them, or set allow_uncorrected = true"
             )
         return self
+
+    @model_validator(mode="after")
+    def _lora_fits(self) -> Self:
+        for name, value in (("lora_alpha", self.lora_alpha), ("lora_modules", self.lora_modules)):
+            if value is not None and self.lora_rank is None:
+                raise ValueError(f"{name} = {value} has no effect without lora_rank")
+        return self
+
+    @property
+    def adapters_kept(self) -> int | None:
+        """Adapters that an engine keeps: those that may still be trained, and one more; None without LoRA.
+
+        The one more is for requests that were sent before their sender knew of the newest. Engines hold one beyond it
+        while a new one comes in.
+        """
+        return None if self.lora_rank is None else self.max_staleness + 2
 
     @property
     def max_refills(self) -> int:
