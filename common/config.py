@@ -138,8 +138,8 @@ class TrainConfig(Section):
     grad_clip: float = Field(default=0.2, gt=0)
     """Largest gradient norm."""
     max_positions: int = Field(default=4096, ge=1)
-    """Token positions of one forward and backward pass, over whose results the gradient adds up; a longer row has a pass
-    of its own. Padding counts, unless there is packing."""
+    """Token positions of one forward and backward pass; the gradient adds up over the passes. Padding counts, unless
+    there is packing. A longer row has a pass of its own."""
     packing: bool = False
     """Put the rows of a pass one after the other, without padding and without attention between them."""
     max_logits: int = Field(default=2**26, ge=1)

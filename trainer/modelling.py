@@ -38,7 +38,7 @@ def set_up(model: PreTrainedModel, *, train: TrainConfig) -> PreTrainedModel:
         except (ImportError, ValueError) as error:
             raise SetupError(f"train.attention = {train.attention!r}: {error}") from error
     if train.gradient_checkpointing:
-        model.gradient_checkpointing_enable({"use_reentrant": False})  # type: ignore[no-untyped-call]
+        model.activation_checkpointing_enable()
     return model
 
 

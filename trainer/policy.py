@@ -102,7 +102,11 @@ class Policy:
 
     def logprobs(self, batch: Batch) -> torch.Tensor:
         """[B, L] log-probs in nats of the sampled tokens at the run's temperature and top-p; 0 elsewhere."""
-        return _score(self._scorer, batch)[0]
+        return self.score(batch)[0]
+
+    def score(self, batch: Batch, *, with_entropies: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
+        """Those, and the [B, L] entropies in nats before each of them, which are 0 where nobody asks."""
+        return _score(self._scorer, batch, with_entropies=with_entropies)
 
     @torch.no_grad()
     def reference_kl(self, samples: Sequence[Sample]) -> dict[int, float]:
@@ -185,7 +189,7 @@ class Policy:
         """[B, L] log-probs in nats by the start weights, at the same temperature and top-p; 0 elsewhere."""
         if self._reference is None:
             with without_adapter(self.model):
-                return _score(self._scorer, batch)[0]
+                return self.score(batch)[0]
         return _score(self._reference, batch)[0]
 
     def _microbatches(self, samples: Sequence[Sample]) -> list[list[Sample]]:
@@ -204,7 +208,7 @@ class Policy:
         gap, num_compared, entropies = 0.0, 0, [torch.zeros(0)]
         for rows in self._microbatches(candidates[:NUM_PROBED]):
             batch = pad(rows)
-            logprobs_BL, entropies_BL = _score(self._scorer, batch, with_entropies=True)
+            logprobs_BL, entropies_BL = self.score(batch, with_entropies=True)
             gaps_N = (logprobs_BL - batch.behaviour_logprobs_BL)[batch.mask_BL].abs()
             fresh_N = torch.from_numpy(np.concatenate([fresh_mask(row, version)[row.mask_L] for row in rows]))
             gap = max([gap, *gaps_N[fresh_N].tolist()])
@@ -250,7 +254,7 @@ class Policy:
         loss, stats = 0.0, TokenStats()
         for part in minibatch:
             with_entropies = self.train.entropy_coefficient > 0
-            logprobs_BL, entropies_BL = _score(self._scorer, part.batch, with_entropies=with_entropies)
+            logprobs_BL, entropies_BL = self.score(part.batch, with_entropies=with_entropies)
             loss_B, part_stats = policy_loss(
                 logprobs_BL,
                 behaviour_logprobs_BL=part.batch.behaviour_logprobs_BL,
