@@ -96,7 +96,8 @@ class TokenScorer(torch.nn.Module):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """[C] log-probs, and [C] entropies, which are empty where nobody asks for them."""
         log_softmax_CV = self._log_softmax(logits_CV, ids_C)
-        logprobs_C = log_softmax_CV.gather(1, ids_C[:, None])[:, 0]
+        # A copy: the hooks of a sharded module would be lost on a view.
+        logprobs_C = log_softmax_CV.gather(1, ids_C[:, None])[:, 0].clone()
         if not with_entropies:
             return logprobs_C, logprobs_C.new_zeros(0)
         # Outside the nucleus 0 times -inf would be NaN. Not entr(exp(x)): its gradient is infinite there.

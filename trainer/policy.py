@@ -24,7 +24,9 @@ from trainer.logprobs import TokenScorer
 from trainer.lora import with_adapter, without_adapter
 from trainer.losses import StepTotals, TokenStats, needs_all_rows, policy_loss
 from trainer.modelling import recompute_layers, set_up
-from trainer.samples import Batch, Sample, fresh_mask, microbatches, pad
+from trainer.ranks import Ranks, on_all_ranks
+from trainer.samples import Batch, Sample, deal, fresh_mask, microbatches, pad, without_sampled
+from trainer.sharding import shard, spread_like, whole
 
 NUM_PROBED = 32
 """Rows whose log-probs are compared with the engine's at the start of a step."""
@@ -62,6 +64,7 @@ class Policy:
         seed: int,
         top_p: float = 1.0,
         reference: PreTrainedModel | None = None,
+        ranks: Ranks | None = None,
     ) -> None:
         """`reference` has the start weights; None where train.kl = "none", or where they are under an adapter."""
         # Without dropout: the ratio to the behaviour log-probs must be 1 where the weights are the same.
@@ -69,32 +72,43 @@ class Policy:
         recompute_layers(self.model)
         self.train = train
         self.seed = seed
-        self._scorer = TokenScorer(self.model, train=train, temperature=temperature, top_p=top_p)
-        self._reference = None
+        self.ranks = ranks or Ranks.alone()
+        self._scorer = self._make_scorer(self.model, temperature=temperature, top_p=top_p)
+        self.reference = None
         if reference is not None:
             reference = set_up(reference, train=train).eval()  # type: ignore[no-untyped-call]
-            self._reference = TokenScorer(reference, train=train, temperature=temperature, top_p=top_p)
+            self.reference = self._make_scorer(reference, temperature=temperature, top_p=top_p)
         # An optimizer that knew the frozen weights would save no state for them, and miss it when it is restored.
         self.optimizer = torch.optim.AdamW(
             self._trained().values(), lr=train.learning_rate, betas=(train.beta1, train.beta2), weight_decay=0.0
         )
 
     @classmethod
-    def load(cls, config: RunConfig) -> Self:
-        """The start weights of a run, in float32, and its new adapter if it trains one.
+    def load(cls, config: RunConfig, *, ranks: Ranks | None = None) -> Self:
+        """The start weights of a run, in float32, and its new adapter if it trains one; this rank's share of them.
 
         Raises SetupError when the folder holds no model, or none that fits the adapter.
         """
         model, train = load_model(config.model), config.train
         adapted = train.lora_rank is not None
+        # Switching a sharded adapter off would also switch off its gradients: the ranks keep the start weights apart.
+        under_adapter = adapted and (ranks is None or ranks.size == 1)
         return cls(
             with_adapter(model, train=train, seed=config.seed) if adapted else model,
             train=train,
             temperature=config.rollout.temperature,
             top_p=config.rollout.top_p,
             seed=config.seed,
-            reference=None if train.kl == "none" or adapted else load_model(config.model),
+            reference=None if train.kl == "none" or under_adapter else load_model(config.model),
+            ranks=ranks,
         )
+
+    def _make_scorer(self, model: PreTrainedModel, *, temperature: float, top_p: float) -> TokenScorer:
+        model.to(self.ranks.device)  # type: ignore[arg-type]
+        scorer = TokenScorer(model, train=self.train, temperature=temperature, top_p=top_p)
+        if self.ranks.size > 1:
+            shard(scorer, train=self.train, ranks=self.ranks)
+        return scorer
 
     def _trained(self) -> dict[str, torch.nn.Parameter]:
         """By name: all parameters, or the adapter's where there is one."""
@@ -108,6 +122,7 @@ class Policy:
         """Those, and the [B, L] entropies in nats before each of them, which are 0 where nobody asks."""
         return _score(self._scorer, batch, with_entropies=with_entropies)
 
+    @on_all_ranks
     @torch.no_grad()
     def reference_kl(self, samples: Sequence[Sample]) -> dict[int, float]:
         """Episode id -> estimate of KL(behaviour || start weights) in nats, summed over the episode's tokens.
@@ -124,8 +139,12 @@ class Policy:
             # Both arguments are 0 outside the mask, and so is each estimate.
             for row, kl in zip(rows, estimate_BL.sum(dim=1).tolist(), strict=True):
                 by_episode[row.episode_id] = by_episode.get(row.episode_id, 0.0) + kl
-        return by_episode
+        total: Counter[int] = Counter()
+        for part in self.ranks.gather(by_episode):
+            total.update(part)
+        return dict(total)
 
+    @on_all_ranks
     def train_step(
         self, samples: Sequence[Sample], advantages: Mapping[int, float], *, version: int
     ) -> dict[str, float]:
@@ -157,17 +176,43 @@ class Policy:
             grad_norms.append(grad_norm)
         return probe | {"loss": loss, "grad_norm": max(grad_norms), "learning_rate": rate} | stats.metrics()
 
+    @on_all_ranks
     def state(self) -> dict[str, torch.Tensor]:
-        """Trained weights and optimizer state by name; with the start weights, the whole of what a checkpoint needs."""
+        """Trained weights and optimizer state by name; with the start weights, the whole of what a checkpoint needs.
+
+        Rank 0 has it all, in host memory where there are others, which have nothing.
+        """
         tensors: dict[str, torch.Tensor] = {}
         for name, parameter in self._trained().items():
             tensors[f"model.{name}"] = parameter.detach()
             for key, value in self.optimizer.state.get(parameter, {}).items():
                 tensors[f"optimizer.{key}.{name}"] = value
-        return tensors
+        return tensors if self.ranks.size == 1 else self._collected(tensors)
+
+    @on_all_ranks
+    def weights(self) -> dict[str, torch.Tensor] | None:
+        """Trained weights by the model's names, on rank 0; None = the model itself has them whole."""
+        if self.ranks.size == 1:
+            return None
+        buffers = {name: value for name, value in self.model.named_buffers() if name in self.model.state_dict()}
+        return self._collected(self._trained() | buffers)
+
+    def _collected(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        collected = {}
+        for name, tensor in tensors.items():
+            value = whole(tensor.detach())
+            if self.ranks.rank == 0:
+                collected[name] = value.cpu()
+        return collected
 
     def restore(self, tensors: Mapping[str, torch.Tensor]) -> None:
         """Put back what `state` returned. Raises SetupError when it belongs to another model."""
+        shapes = {name: torch.empty_like(tensor, device="meta") for name, tensor in tensors.items()}
+        self.ranks.call("take_state", shapes)
+        self.take_state(tensors)
+
+    def take_state(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        """This rank's part of `restore`; only rank 0 need have the values."""
         parameters = self._trained()
         shapes = {f"model.{name}": parameter.shape for name, parameter in parameters.items()}
         found = {name: tensor.shape for name, tensor in tensors.items() if name.startswith("model.")}
@@ -179,21 +224,34 @@ class Policy:
         self.optimizer.state.clear()
         for name, tensor in tensors.items():
             kind, _, rest = name.partition(".")
+            value = self.ranks.spread(tensor)
             if kind == "model":
-                parameters[rest].data.copy_(tensor)
+                parameters[rest].data.copy_(spread_like(parameters[rest], value))
             else:
                 key, _, parameter_name = rest.partition(".")
-                self.optimizer.state[parameters[parameter_name]][key] = tensor.clone()
+                parameter = parameters[parameter_name]
+                # The optimizer's count of steps is a number, which it keeps in host memory.
+                device = parameter.device if value.ndim else torch.device("cpu")
+                self.optimizer.state[parameter][key] = spread_like(parameter, value.to(device, copy=True))
 
     def _reference_logprobs(self, batch: Batch) -> torch.Tensor:
         """[B, L] log-probs in nats by the start weights, at the same temperature and top-p; 0 elsewhere."""
-        if self._reference is None:
+        if self.reference is None:
             with without_adapter(self.model):
                 return self.score(batch)[0]
-        return _score(self._reference, batch)[0]
+        return _score(self.reference, batch)[0]
 
     def _microbatches(self, samples: Sequence[Sample]) -> list[list[Sample]]:
-        return microbatches(samples, max_positions=self.train.max_positions, packing=self.train.packing)
+        """This rank's rows in batches that fit the memory, as many on each rank, which meet in every pass.
+
+        A rank that has fewer passes a row without sampled tokens, which has no loss and a gradient of zero.
+        """
+        by_rank = [
+            microbatches(rows, max_positions=self.train.max_positions, packing=self.train.packing)
+            for rows in deal(samples, parts=self.ranks.size)
+        ]
+        num_idle = max(map(len, by_rank)) - len(by_rank[self.ranks.rank])
+        return by_rank[self.ranks.rank] + [[without_sampled(samples[0])] for _ in range(num_idle)]
 
     @torch.no_grad()
     def _probe(self, samples: Sequence[Sample], *, version: int, randomness: random.Random) -> dict[str, float]:
@@ -214,9 +272,12 @@ class Policy:
             gap = max([gap, *gaps_N[fresh_N].tolist()])
             num_compared += int(fresh_N.sum())
             entropies.append(entropies_BL[batch.mask_BL])
-        entropy_N = torch.cat(entropies)
+        gaps, compared, entropies_of_ranks = zip(
+            *self.ranks.gather((gap, num_compared, torch.cat(entropies))), strict=True
+        )
+        entropy_N = torch.cat(entropies_of_ranks)
         entropy = entropy_N.mean().item() if len(entropy_N) else 0.0
-        return {"logprob_gap_max": gap, "logprob_gap_tokens": float(num_compared), "entropy": entropy}
+        return {"logprob_gap_max": max(gaps), "logprob_gap_tokens": float(sum(compared)), "entropy": entropy}
 
     def _prepare(self, samples: Sequence[Sample], advantages: Mapping[int, float]) -> list[TrainBatch]:
         """The rows of one optimizer step in batches that fit the memory, with anchors from the present weights."""
@@ -251,7 +312,7 @@ class Policy:
     ) -> tuple[float, TokenStats, float]:
         """One optimizer step; returns loss, token figures and the gradient norm before clipping."""
         self.optimizer.zero_grad()
-        loss, stats = 0.0, TokenStats()
+        loss, stats, wrong = 0.0, TokenStats(), set[int]()
         for part in minibatch:
             with_entropies = self.train.entropy_coefficient > 0
             logprobs_BL, entropies_BL = self.score(part.batch, with_entropies=with_entropies)
@@ -269,23 +330,30 @@ class Policy:
             )
             # A clipped ratio hides an infinite log-prob from the loss.
             finite_B = loss_B.isfinite() & logprobs_BL.isfinite().all(dim=1)
-            wrong = {row.episode_id for row, good in zip(part.samples, finite_B, strict=True) if not good}
-            if wrong:
-                raise TrainingError(
-                    f"step {version} -> {version + 1}: the loss is not finite in episodes {sorted(wrong)}"
-                )
+            wrong |= {row.episode_id for row, good in zip(part.samples, finite_B, strict=True) if not good}
             total = loss_B.sum()
             total.backward()  # type: ignore[no-untyped-call]
             loss += total.item()
             stats += part_stats
-        grad_norm = torch.nn.utils.clip_grad_norm_(self._trained().values(), self.train.grad_clip).item()
-        if not np.isfinite(grad_norm):
-            episodes = sorted({row.episode_id for part in minibatch for row in part.samples})
+        episodes = {row.episode_id for part in minibatch for row in part.samples}
+        # Each rank must come to the same end: one that raised alone would leave the others in a collective.
+        losses, stats_of_ranks, wrong_of_ranks, episodes_of_ranks = zip(
+            *self.ranks.gather((loss, stats, wrong, episodes)), strict=True
+        )
+        if any(wrong_of_ranks):
             raise TrainingError(
-                f"step {version} -> {version + 1}: the gradient is {grad_norm} over episodes {episodes}"
+                f"step {version} -> {version + 1}: the loss is not finite in episodes "
+                f"{sorted(set().union(*wrong_of_ranks))}"
+            )
+        clipped = torch.nn.utils.clip_grad_norm_(self._trained().values(), self.train.grad_clip)
+        grad_norm = whole(clipped).item()
+        if not np.isfinite(grad_norm):
+            raise TrainingError(
+                f"step {version} -> {version + 1}: the gradient is {grad_norm} over episodes "
+                f"{sorted(set().union(*episodes_of_ranks))}"
             )
         self.optimizer.step()
-        return loss, stats, grad_norm
+        return sum(losses), sum(stats_of_ranks, start=TokenStats()), grad_norm
 
 
 def load_model(folder: Path) -> PreTrainedModel:

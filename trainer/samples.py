@@ -6,7 +6,7 @@ Legend: B rows of a batch, L positions of a row, T sampled tokens.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from itertools import groupby
 
 import numpy as np
@@ -179,6 +179,30 @@ def microbatches(samples: Sequence[Sample], *, max_positions: int, packing: bool
         else:
             batches.append([sample])
     return batches
+
+
+def deal(samples: Sequence[Sample], *, parts: int) -> list[list[Sample]]:
+    """Rows for each of several ranks, of about as many positions; one part has them all, in their order."""
+    if parts == 1:
+        return [list(samples)]
+    dealt: list[list[Sample]] = [[] for _ in range(parts)]
+    positions = [0] * parts
+    for sample in sorted(samples, key=lambda sample: (-len(sample.ids_L), sample.episode_id, sample.index)):
+        least = positions.index(min(positions))
+        dealt[least].append(sample)
+        positions[least] += len(sample.ids_L)
+    return dealt
+
+
+def without_sampled(sample: Sample) -> Sample:
+    """The row's first position, given and not sampled."""
+    return replace(
+        sample,
+        ids_L=sample.ids_L[:1],
+        mask_L=np.zeros(1, dtype=np.bool_),
+        behaviour_logprobs_L=np.zeros(1, dtype=np.float32),
+        versions_L=np.full(1, NO_VERSION, dtype=np.int32),
+    )
 
 
 def _sampled_runs(sample: Sample) -> list[slice]:
