@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 from transformers import PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
 
+from benchmarks.live_bytes import LiveBytes
 from common.config import TrainConfig
 from trainer.policy import Policy
 from trainer.samples import Sample, microbatches, pad
@@ -28,30 +25,6 @@ WAYS: list[dict[str, object]] = [
     CHUNKED | {"packing": True},
     CHUNKED | {"packing": True, "gradient_checkpointing": True},
 ]
-
-
-class LiveBytes(TorchDispatchMode):
-    """Counts the bytes of all tensors made within the block that still live, and their peak."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.live = self.peak = 0
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        outputs = func(*args, **(kwargs or {}))
-        known = {leaf.untyped_storage()._cdata for leaf in tree_leaves((args, kwargs)) if torch.is_tensor(leaf)}
-        for tensor in tree_leaves(outputs):
-            if torch.is_tensor(tensor) and tensor.untyped_storage()._cdata not in known:
-                storage = tensor.untyped_storage()
-                self._add(storage.nbytes())
-                weakref.finalize(storage, self._add, -storage.nbytes())
-        return outputs
-
-    def _add(self, size: int) -> None:
-        self.live += size
-        self.peak = max(self.peak, self.live)
 
 
 def computed(policy: Policy, rows: Sequence[Sample]) -> tuple[dict[int, np.ndarray], torch.Tensor]:

@@ -22,7 +22,7 @@ from trainer.samples import Sample, deal
 MakeSample = Callable[..., Sample]
 UNEVEN = [8, 40, 12, 100, 20, 16, 30]
 REPOSITORY = Path(__file__).parents[3]
-LAUNCH_TIMEOUT_S = 300.0
+LAUNCH_TIMEOUT_S = 240.0
 
 CASES: dict[str, dict[str, Any]] = {
     # One rank has passes that the other has not.
