@@ -141,6 +141,20 @@ class TrainConfig(Section):
     beta2: float = Field(default=0.99, ge=0, lt=1)
     grad_clip: float = Field(default=0.2, gt=0)
     """Largest gradient norm."""
+    max_positions: int = Field(default=4096, ge=1)
+    """Token positions of one forward and backward pass; the gradient adds up over the passes. Padding counts, unless
+    there is packing. A longer row has a pass of its own."""
+    packing: bool = False
+    """Put the rows of a pass one after the other, without padding and without attention between them."""
+    max_logits: int = Field(default=2**26, ge=1)
+    """Logits (token positions x vocabulary) that exist at once, in float32, some four times; 2**26 are 256 MiB. A pass
+    that needs more computes them in chunks, twice."""
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """What matrix products are computed in. Weights, gradients and the optimizer's state are float32 in either case."""
+    attention: Literal["sdpa", "flash_attention_2", "flash_attention_3"] = "sdpa"
+    """torch's own attention, or that of the flash-attn package, which must be installed and takes bfloat16 on a GPU."""
+    gradient_checkpointing: bool = False
+    """Keep only the inputs of each layer for the backward pass and compute the layer again there: a third more work."""
     lora_rank: int | None = Field(default=None, ge=1, le=512)
     """Train a LoRA adapter of this rank over the frozen start weights, and publish adapters in place of whole models;
     None = train all weights. learning_rate is then the adapter's, usually some ten times higher."""
@@ -222,6 +236,12 @@ class TrainConfig(Section):
             raise ValueError(
                 f"overlong_buffer = {self.overlong_buffer} is more than overlong_tokens = {self.overlong_tokens}"
             )
+        return self
+
+    @model_validator(mode="after")
+    def _computing_fits(self) -> Self:
+        if self.attention != "sdpa" and self.dtype != "bfloat16":
+            raise ValueError(f'attention = {self.attention!r} is for dtype = "bfloat16" (got {self.dtype!r})')
         return self
 
     @model_validator(mode="after")

@@ -1,18 +1,23 @@
-"""Entry point of the trainer: `python -m trainer --config run.toml`."""
+"""Entry point of the trainer: `python -m trainer --config run.toml`, or that as torchrun's module for several ranks."""
 
 from __future__ import annotations
 
 import argparse
+import os
 import signal
 import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from common.config import RunConfig, load_run_config
 from common.errors import DatabaseUnavailable, SetupError
 from common.log import setup_logging
 from common.settings import settings
+
+if TYPE_CHECKING:
+    from trainer.ranks import Ranks
 
 STOPPED = 128 + signal.SIGTERM
 
@@ -28,13 +33,33 @@ def main() -> int:
     _on_stop(lambda: sys.exit(STOPPED))
     try:
         setup_logging(settings().log_level)
-        return 0 if run_trainer(load_run_config(arguments.config)) else STOPPED
+        config = load_run_config(arguments.config)
+        num_ranks = int(os.environ.get("WORLD_SIZE", "1"))
+        return 0 if (run_rank(config) if num_ranks > 1 else run_trainer(config)) else STOPPED
     except (SetupError, DatabaseUnavailable) as error:
         sys.stderr.write(f"trainer: {error}\n")
         return 2
 
 
-def run_trainer(config: RunConfig) -> bool:
+def run_rank(config: RunConfig) -> bool:
+    """Train the run as one of torchrun's processes; the first alone is the trainer, the others compute for it."""
+    from trainer.policy import Policy
+    from trainer.ranks import Ranks
+
+    ranks = Ranks.join()
+    try:
+        if ranks.rank == 0:
+            return run_trainer(config, ranks=ranks)
+        # The launcher passes a stop on to all; when the step is over, the first rank ends the others.
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, signal.SIG_IGN)
+        ranks.follow(Policy.load(config, ranks=ranks))
+        return True
+    finally:
+        ranks.leave()
+
+
+def run_trainer(config: RunConfig, *, ranks: Ranks | None = None) -> bool:
     """Connect to the database and train the run, unless it is over. False = stopped before its end."""
     database_url, broker_url = settings().require_database_url(), settings().require_broker_url()
 
@@ -58,6 +83,7 @@ def run_trainer(config: RunConfig) -> bool:
             data_dir=settings().data_dir.resolve(),
             weights_url=settings().weights_url,
             broker_url=broker_url,
+            ranks=ranks,
         )
         stop = threading.Event()
         _on_stop(stop.set)

@@ -35,6 +35,7 @@ from trainer.failures import noting_failures, outlast_outage
 from trainer.lora import adapter_writer
 from trainer.policy import Policy
 from trainer.publish import announce, version_writer
+from trainer.ranks import Ranks
 from trainer.restore import restore
 from trainer.rewards import group_rewards, is_trained
 from trainer.samples import Sample, make_samples, rows_by_episode, samples_digest
@@ -208,16 +209,25 @@ class Trainer:
     def publish(self, version: int) -> Published:
         """Write the policy's present weights as `version`: an adapter, or the whole model."""
         config, model = self.run.config, self.policy.model
-        adapted = config.train.lora_rank is not None
-        write = adapter_writer(model) if adapted else version_writer(model, start=config.model)
+        weights = self.policy.weights()
+        if config.train.lora_rank is None:
+            write = version_writer(model, start=config.model, weights=weights)
+        else:
+            write = adapter_writer(model, weights=weights)
         with _writing():
             return self.weights.publish(self.run.name, version, write)
 
 
 def make_trainer(
-    run: Run, database: Database, *, data_dir: Path, weights_url: str | None = None, broker_url: str
+    run: Run,
+    database: Database,
+    *,
+    data_dir: Path,
+    weights_url: str | None = None,
+    broker_url: str,
+    ranks: Ranks | None = None,
 ) -> Trainer:
-    """The trainer of a run, with its start weights loaded.
+    """The trainer of a run, with its start weights loaded; `ranks` if there are several, of which this is the first.
 
     Raises SetupError when the model folder holds none, or nothing here can open `weights_url`.
     """
@@ -225,7 +235,7 @@ def make_trainer(
     return Trainer(
         run=run,
         database=database,
-        policy=Policy.load(run.config),
+        policy=Policy.load(run.config, ranks=ranks),
         weights=weights,
         checkpoints=CheckpointStore(data_dir / "checkpoints", run.name),
         broker_url=broker_url,

@@ -340,8 +340,7 @@ def test_folder_without_a_model_is_refused_by_name(tmp_path: Path, files: dict[s
 
 
 def test_top_p_keeps_the_nucleus_and_what_was_sampled(make_policy: MakePolicy, make_random_sample: MakeSample) -> None:
-    policy, sample = make_policy(temperature=0.7), make_random_sample(1)
-    policy.top_p = 0.9
+    policy, sample = make_policy(temperature=0.7, top_p=0.9), make_random_sample(1)
     ids, expected = sample.ids_L.tolist(), []
     for position in np.flatnonzero(sample.mask_L):
         with torch.no_grad():
