@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import sys
 from collections import deque
 from collections.abc import Awaitable, Callable
 from enum import StrEnum
@@ -47,10 +48,14 @@ class ScriptedEngine:
         logprob: float = -0.5,
         token_s: float = 0.0,
         max_model_len: int = 4096,
+        max_running: int | None = None,
         port: int = 0,
         accept: Callable[[Path], str | None] = lambda path: None if path.is_dir() else f"no folder {path}",
     ) -> None:
-        """`port` 0 is a free one. `accept` says why a version's folder is refused, None when it is not."""
+        """`port` 0 is a free one. `accept` says why a version's folder is refused, None when it is not.
+
+        Of more than `max_running` requests the last ones wait, and the engine says so in its figures; None = no bound.
+        """
         self.reply = reply
         self.logprob = logprob
         self.token_s = token_s
@@ -70,7 +75,7 @@ class ScriptedEngine:
         self.open: set[str] = set()
         """Ids of the generate requests that have no answer yet."""
         self.metrics: str | None = None
-        """The page of its figures; None = it has none."""
+        """The page of its figures; None = it has none, or its own where it has a bound."""
         self.num_tokens = 0
         """Sampled since the start."""
         self.peers: set[tuple[str, int]] = set()
@@ -79,6 +84,9 @@ class ScriptedEngine:
         self._open_gate.set()
         self._aborted: set[str] = set()
         self._ids = itertools.count()
+        self._max_running = max_running
+        self._places = asyncio.Semaphore(max_running or sys.maxsize)
+        self._num_running = 0
         self._stopped = asyncio.Event()
         self._runner: web.AppRunner | None = None
         self._port = port
@@ -209,7 +217,12 @@ class ScriptedEngine:
     async def _tracked(self, request_id: str, prompt: list[int], params: dict[str, Any]) -> dict[str, Any]:
         self.open.add(request_id)
         try:
-            return await self._sample(request_id, prompt, params)
+            async with self._places:
+                self._num_running += 1
+                try:
+                    return await self._sample(request_id, prompt, params)
+                finally:
+                    self._num_running -= 1
         finally:
             self.open.discard(request_id)
             self._aborted.discard(request_id)
@@ -298,7 +311,19 @@ class ScriptedEngine:
         return web.json_response({"weight_version": self.version})
 
     async def _metrics(self, _: web.Request) -> web.Response:
-        return web.Response(text=self.metrics) if self.metrics is not None else web.Response(status=404)
+        if self.metrics is not None:
+            return web.Response(text=self.metrics)
+        return web.Response(status=404) if self._max_running is None else web.Response(text=self._figures())
+
+    def _figures(self) -> str:
+        figures = {
+            "num_requests_running": self._num_running,
+            "num_requests_waiting": len(self.open) - self._num_running,
+            "kv_cache_usage_perc": 0,
+            "num_preemptions_total": 0,
+            "generation_tokens_total": self.num_tokens,
+        }
+        return "".join(f"vllm:{name} {value}\n" for name, value in figures.items())
 
 
 def _error(status: int, message: str) -> web.Response:
