@@ -111,9 +111,10 @@ def line(one: Trained, shape: Shape) -> str:
     )
 
 
-def best(found: Mapping[str, Figures]) -> str:
-    """The way with staleness that is fastest."""
-    return min((kind for kind in found if kind not in ("coupled", "staleness-0")), key=lambda k: found[k].seconds.mean)
+def best(found: Mapping[str, Figures], *, wait: bool) -> str:
+    """The way with staleness that is fastest, of those that drop late groups or of those that wait for them."""
+    kinds = [kind for kind in found if kind not in ("coupled", "staleness-0") and kind.endswith("-wait") == wait]
+    return min(kinds, key=lambda kind: found[kind].seconds.mean)
 
 
 def table(found: Mapping[str, Figures]) -> str:
@@ -147,7 +148,7 @@ def draw(found: Mapping[str, Figures], path: Path) -> None:
     figure = Figure(figsize=(9, 4.5), dpi=120, layout="constrained")
     left, right = figure.subplots(1, 2)
     kinds = list(found)
-    labels = [kind.replace("staleness-", "max_staleness ") for kind in kinds]
+    labels = [kind.replace("-", " ") for kind in kinds]
     means = [found[kind].seconds.mean for kind in kinds]
     errors = [
         [found[kind].seconds.mean - found[kind].seconds.low for kind in kinds],

@@ -9,6 +9,7 @@ import urllib.request
 from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 from sqlalchemy import text
 
@@ -60,12 +61,15 @@ class Way:
 
     max_staleness: int | None
     """None = coupled."""
+    late_groups: Literal["drop", "wait"] = "drop"
     seed: int
     port: int
 
     @property
     def kind(self) -> str:
-        return "coupled" if self.max_staleness is None else f"staleness-{self.max_staleness}"
+        if self.max_staleness is None:
+            return "coupled"
+        return f"staleness-{self.max_staleness}" + ("-wait" if self.late_groups == "wait" else "")
 
     @property
     def name(self) -> str:
@@ -105,6 +109,7 @@ def run_config(way: Way, shape: Shape) -> RunConfig:
             groups_per_step=shape.groups_per_step,
             num_versions=shape.num_versions,
             max_staleness=way.max_staleness or 0,
+            late_groups=way.late_groups,
         ),
     )
 
