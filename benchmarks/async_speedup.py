@@ -21,7 +21,7 @@ from pathlib import Path
 
 import torch
 
-from benchmarks.speedup_report import OVER_COUPLED, OVER_SYNCHRONOUS, best, draw, figures, line, table
+from benchmarks.speedup_report import OVER_COUPLED, OVER_SYNCHRONOUS, best, figures, line, table, write_report
 from benchmarks.speedup_ways import Shape, Trained, Way, load_policy, play_coupled, play_pipelined
 from benchmarks.stack import Servers, servers
 from benchmarks.timed_policy import TimedPolicy
@@ -144,12 +144,13 @@ def comparison(shape: Shape, *, num_ways: int) -> Iterator[Comparison]:
 
 def all_ways(seeds: Sequence[int]) -> list[Way]:
     """Each with a free port for its engine."""
-    return [
-        Way(max_staleness=bound, late_groups=late, seed=seed, port=free_port())
-        for seed in seeds
-        for late, bounds in (("drop", (None, 0, *STALENESS)), ("wait", WAITING_STALENESS))
-        for bound in bounds
-    ]
+    ways = []
+    for seed in seeds:
+        ways += [Way(max_staleness=bound, seed=seed, port=free_port()) for bound in (None, 0, *STALENESS)]
+        ways += [
+            Way(max_staleness=bound, late_groups="wait", seed=seed, port=free_port()) for bound in WAITING_STALENESS
+        ]
+    return ways
 
 
 def compare(shape: Shape, seeds: Sequence[int], *, at_once: int) -> tuple[list[Trained], float]:
@@ -183,19 +184,19 @@ def main() -> int:
     trained, load = compare(shape, arguments.seeds, at_once=arguments.at_once)
     found = figures(trained, shape)
     print(table(found))
-    if arguments.report:
-        arguments.report.write_text(table(found))
-        draw(found, arguments.report.with_suffix(".png"))
     fastest, waiting = best(found, wait=False), best(found, wait=True)
     over_coupled, over_synchronous = found[fastest].over_coupled.mean, found[fastest].over_synchronous.mean
     held = over_coupled >= OVER_COUPLED and over_synchronous >= OVER_SYNCHRONOUS
-    print(
+    last_line = (
         f"async_speedup: best={fastest} over_coupled={over_coupled:.2f} over_staleness_0={over_synchronous:.2f} "
         f"best_without_drops={waiting} over_coupled={found[waiting].over_coupled.mean:.2f} "
         f"over_staleness_0={found[waiting].over_synchronous.mean:.2f} targets={OVER_COUPLED:g},{OVER_SYNCHRONOUS:g} "
         f"seeds={len(arguments.seeds)} scale={arguments.scale:g} load={load:.1f} "
         f"seconds={time.monotonic() - started:.0f}"
     )
+    if arguments.report:
+        write_report(arguments.report, trained, shape, last_line=last_line)
+    print(last_line)
     return 0 if held else 1
 
 

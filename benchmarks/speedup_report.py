@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import statistics
+import textwrap
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from benchmarks.speedup_ways import Shape, Trained, synchronous_s
+from benchmarks.tailed_engine import MEAN_TOKENS, MEDIAN_TOKENS, TAIL_FACTOR, TAIL_SHARE
 
 OVER_COUPLED, OVER_SYNCHRONOUS = 3.0, 2.5
 """How many times faster than these the best staleness is to be."""
+WIDTH = 120
 COLUMNS = (
     "way",
     "seconds",
@@ -141,6 +144,54 @@ def table(found: Mapping[str, Figures]) -> str:
     return "".join(f"| {' | '.join(row)} |\n" for row in rows)
 
 
+def overhead(of_kind: Sequence[Trained], shape: Shape) -> float:
+    """Share of time that a synchronous way takes beyond the longest episodes, the steps and the loads."""
+    least_s = sum(synchronous_s(one.way.seed, shape) for one in of_kind)
+    return sum(one.seconds for one in of_kind) / least_s - 1
+
+
+def write_report(path: Path, trained: Sequence[Trained], shape: Shape, *, last_line: str) -> None:
+    """The whole comparison in Markdown, with a picture beside it."""
+    found, kinds = figures(trained, shape), by_kind(trained)
+    picture = path.with_suffix(".png")
+    draw(found, picture)
+    spent = (
+        "Seconds and ratios are means over the seeds, with the lowest and the highest; a ratio compares the same seed. "
+        "Beyond what the longest episodes, the steps and the loads take by themselves, coupled took "
+        f"{overhead(kinds['coupled'], shape):.0%} and staleness 0 {overhead(kinds['staleness-0'], shape):.0%}. Every "
+        "run starts with empty queues and ends with its last, slowest groups; a longer run has less of both."
+    )
+    lines = "\n".join(line(one, shape) for of_kind in kinds.values() for one in of_kind)
+    parts = (
+        "# Training without waiting for the longest episode: `python -m benchmarks.async_speedup`",
+        f"`{last_line}`",
+        *(textwrap.fill(part, WIDTH) for part in _setting(shape)),
+        f"![Seconds of each way, and how old the trained episodes were]({picture.name})",
+        table(found).rstrip(),
+        textwrap.fill(spent, WIDTH),
+        "`synchronous_s` = what the synchronous ways take without any overhead; `lags` = versions:episodes",
+        f"```\n{lines}\n```",
+    )
+    path.write_text("\n\n".join(parts) + "\n", encoding="utf-8")
+
+
+def _setting(shape: Shape) -> tuple[str, str]:
+    """What was compared, in words."""
+    return (
+        f"One engine that decodes {shape.batch} requests at once; more wait in it. A token takes {shape.token_s:g} s, "
+        f"the median episode {MEDIAN_TOKENS} tokens, {TAIL_SHARE:.0%} of them {TAIL_FACTOR} times as many, the mean "
+        f"{MEAN_TOKENS:.1f}. A training step takes as long as the mean episode, {shape.step_s:.2f} s, and a load "
+        f"{shape.load_s:g} s. Each way trains {shape.num_versions} versions of {shape.groups_per_step} groups of "
+        f"{shape.group_size} episodes. How long an episode is follows from the seed, its task and its place in the "
+        "group, so that every way meets the same ones.",
+        "`coupled` is one process without queues or database: it plays a batch, all episodes at once, waits for the "
+        "last, trains, loads, and begins again. The others are the whole pipeline on RabbitMQ and Postgres. `wait` is "
+        '`train.late_groups = "wait"`; without it groups that got too old are dropped, so that hardly any episode of '
+        "the tail is trained (last column; the ways that drop nothing train all of them). What was sampled for dropped "
+        "groups took the engine's time, and is in the seconds.",
+    )
+
+
 def draw(found: Mapping[str, Figures], path: Path) -> None:
     """Seconds of each way, and how old what it trained was. Raises ImportError without matplotlib."""
     from matplotlib.figure import Figure
@@ -164,7 +215,7 @@ def draw(found: Mapping[str, Figures], path: Path) -> None:
         right.barh(labels, shares, left=start, label=str(lag))
         start = [before + share for before, share in zip(start, shares, strict=True)]
     right.set(title="trained episodes by lag", xlabel="share", yticklabels=[])
-    right.legend(title="versions", loc="lower right", frameon=True)
+    right.legend(title="versions", loc="upper left", bbox_to_anchor=(1.0, 1.0), frameon=False)
     for axes in (left, right):
         axes.invert_yaxis()
         axes.spines[["top", "right"]].set_visible(False)

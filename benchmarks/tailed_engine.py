@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import math
 import random
 import re
 import sys
@@ -32,7 +33,7 @@ TAIL_SHARE = 0.02
 TAIL_FACTOR = 10
 MAX_TOKENS = 450
 """What the model's context has room for; once in 2,000 episodes of the tail is one shorter for it."""
-MEAN_TOKENS = MEDIAN_TOKENS * 2.718281828 ** (SPREAD**2 / 2) * (1 + TAIL_SHARE * (TAIL_FACTOR - 1))
+MEAN_TOKENS = MEDIAN_TOKENS * math.exp(SPREAD**2 / 2) * (1 + TAIL_SHARE * (TAIL_FACTOR - 1))
 LONG_TOKENS = MEDIAN_TOKENS * TAIL_FACTOR // 2
 """From here on an episode is one of the tail."""
 

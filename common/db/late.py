@@ -14,14 +14,16 @@ WHY = "its group is older than max_staleness"
 
 
 def is_any_late(conn: Connection, run_id: int, *, oldest: int) -> bool:
-    """Whether an open group may have tokens of version `oldest` or before: it was made when no newer one was there."""
+    """Whether an open group has tokens of version `oldest` or before, or may have, made when no newer one was there."""
     late: bool = conn.execute(
         text(
             """
             SELECT EXISTS (
                 SELECT FROM episode_group g WHERE g.run_id = :run_id AND g.state = 'OPEN'
-                   AND NOT EXISTS (SELECT FROM policy_version v WHERE v.run_id = g.run_id
-                                      AND v.number > :oldest AND v.published_at <= g.created_at))
+                   AND (NOT EXISTS (SELECT FROM policy_version v WHERE v.run_id = g.run_id
+                                       AND v.number > :oldest AND v.published_at <= g.created_at)
+                        -- Engines serve a version only a moment after it was published.
+                        OR EXISTS (SELECT FROM episode e WHERE e.group_id = g.id AND e.version_min <= :oldest)))
             """
         ),
         {"run_id": run_id, "oldest": oldest},

@@ -52,6 +52,17 @@ def test_a_group_that_was_made_under_a_newer_version_is_not_waited_for(world: Wo
     assert take(world, 2).step is None
 
 
+def test_a_group_that_an_engine_began_with_an_older_version_is_waited_for(world: World):
+    publish(world, 0)
+    done = world.feed(1)
+    publish(world, 1)
+    early, _ = world.feed(1)
+    for wakeup in (*done, early):
+        world.finish(wakeup, version=0)
+    assert take(world, 0).step is not None
+    assert take(world, 1).step is None
+
+
 def test_the_rest_of_a_group_that_is_too_old_is_cancelled(world: World, tmp_path: Path):
     done, *_ = world.feed(1)
     world.finish(done, version=1)
