@@ -88,6 +88,8 @@ def take_groups(
         text("SELECT id FROM run WHERE id = :run_id AND state IN ('ACTIVE', 'PAUSED') FOR SHARE"), {"run_id": run_id}
     ).first():
         return Take(step=None, dropped=Counter())
+    # Before we look what is complete: a late group that completes in between would be left out, and then too old.
+    held_up = wait_for_late and is_any_late(conn, run_id, oldest=version_in - max_staleness)
     complete = [
         row.id
         for row in conn.execute(
@@ -107,7 +109,7 @@ def take_groups(
     _drop(conn, reasons, version_in=version_in)
     dropped = Counter(reasons.values())
     ids = [group_id for group_id in complete if group_id not in reasons][:num_groups]
-    if len(ids) < num_groups or (wait_for_late and is_any_late(conn, run_id, oldest=version_in - max_staleness)):
+    if len(ids) < num_groups or held_up:
         return Take(step=None, dropped=dropped)
     step_id = conn.execute(
         text("INSERT INTO train_step (run_id, version_in) VALUES (:run_id, :version_in) RETURNING id"),
