@@ -126,6 +126,10 @@ class TrainConfig(Section):
     trained: the start weights are evaluated."""
     max_staleness: int = Field(default=1, ge=0)
     """Largest allowed (version being trained - oldest version among an episode's tokens). 0 = synchronous."""
+    late_groups: Literal["drop", "wait"] = "drop"
+    """What becomes of groups that take so long that max_staleness would be exceeded: they are dropped when they are
+    complete, so that the policy never learns from its longest episodes; or the step that would make them too old waits
+    for them."""
     minibatches: int = Field(default=2, ge=1)
     """Optimizer steps per training step."""
     keep_version_every: int | None = Field(default=None, ge=1)

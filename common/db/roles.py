@@ -121,6 +121,8 @@ GRANTS: Mapping[Role, Grants] = MappingProxyType(
             "sandbox": ("SELECT",),
         },
         Role.REAPER: {
+            "run": ("SELECT",),
+            "policy_version": ("SELECT",),
             "engine": ("SELECT",),
             "episode_group": ("SELECT", "UPDATE (num_final, state, completed_at)"),
             "episode": ("SELECT", _HAND_BACK),
