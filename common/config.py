@@ -17,6 +17,7 @@ from pydantic import (
     model_validator,
 )
 
+from common.config_errors import first_problem
 from common.errors import SetupError
 from common.storable import MAX_COUNT, MAX_SMALL_COUNT, check_storable, check_time
 
@@ -24,6 +25,7 @@ TINY_MODELS = Path(__file__).parent / "models"
 
 
 InFlight = Literal["keep", "wait", "abort"]
+SinkName = Literal["tensorboard", "wandb", "mlflow"]
 Advantage = Literal["grpo", "dr_grpo", "rloo", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "pass_at_k"]
 
 
@@ -263,6 +265,22 @@ class SharingConfig(Section):
                 )
 
 
+class TrackingConfig(Section):
+    """Where the metrics of each step go, beside Postgres and Prometheus. May be another at each start of the trainer."""
+
+    sinks: tuple[SinkName, ...] = ()
+    """Their packages must be installed with the trainer. None of them can stop or delay training."""
+    project: str = Field(default="rollmill", min_length=1)
+    """Project of Weights & Biases, experiment of MLflow."""
+
+    @field_validator("sinks")
+    @classmethod
+    def _each_once(cls, sinks: tuple[SinkName, ...]) -> tuple[SinkName, ...]:
+        if len(set(sinks)) < len(sinks):
+            raise ValueError(f"each sink once, not {list(sinks)}")
+        return sinks
+
+
 class RunConfig(Section):
     """One training run."""
 
@@ -282,6 +300,7 @@ class RunConfig(Section):
     render: RenderConfig = RenderConfig()
     train: TrainConfig = TrainConfig()
     sharing: SharingConfig = SharingConfig()
+    tracking: TrackingConfig = TrackingConfig()
 
     @model_validator(mode="after")
     def _minibatches_fit(self) -> Self:
@@ -298,6 +317,17 @@ class RunConfig(Section):
             raise ValueError(
                 f"train.pass_k = {self.train.pass_k} must be less than rollout.group_size = {self.rollout.group_size}: "
                 "a group would have one subset of that size, and nothing to compare it with"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _length_penalty_applies(self) -> Self:
+        limit, buffer = self.train.overlong_tokens, self.train.overlong_buffer
+        most = self.rollout.max_turns * self.rollout.max_tokens_per_turn
+        if limit is not None and buffer is not None and most <= limit - buffer:
+            raise ValueError(
+                f"train.overlong_tokens = {limit} with overlong_buffer = {buffer} has no effect: an episode samples at "
+                f"most {most} tokens (rollout.max_turns x max_tokens_per_turn)"
             )
         return self
 
@@ -343,16 +373,7 @@ def load_run_config(path: Path) -> RunConfig:
     except RecursionError:
         raise SetupError(f"run configuration {path} is nested too deeply") from None
     except ValidationError as error:
-        raise SetupError(f"run configuration {path}: {_first_problem(error)}") from None
+        raise SetupError(f"run configuration {path}: {first_problem(error, RunConfig)}") from None
     except ValueError as error:
         # Not only tomllib's own: a number of thousands of digits is one of Python's.
         raise SetupError(f"run configuration {path} is not TOML: {error}") from None
-
-
-def _first_problem(error: ValidationError) -> str:
-    first = error.errors()[0]
-    field = ".".join(str(part) for part in first["loc"])
-    message = first["msg"].removeprefix("Value error, ")
-    # What fails as a whole, or lacks a field, has the whole section as its value: nobody would find the mistake in it.
-    got = "" if isinstance(first["input"], dict) else f" (got {first['input']!r:.80})"
-    return f"{field}: {message}{got}" if field else f"{message}{got}"

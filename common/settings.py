@@ -66,6 +66,10 @@ class Settings(BaseSettings):
     """How often the weight keeper compares engines with the newest version when no announcement comes."""
     request_timeout_s: float = Field(default=60.0, gt=0)
     """Time limit of one generate request."""
+    metrics_port: int | None = Field(default=None, ge=1, le=65535)
+    """Port on which the trainer serves its metrics for Prometheus; None = it does not."""
+    metrics_host: str = "127.0.0.1"
+    """Address of that port; 0.0.0.0 = all of this machine's, where Prometheus runs elsewhere."""
     log_level: str = Field(default="INFO", pattern="^(DEBUG|INFO|WARNING|ERROR)$")
 
     @field_validator("*")

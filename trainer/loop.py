@@ -12,7 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import count
 from pathlib import Path
 
@@ -36,6 +36,7 @@ from trainer.publish import announce, version_writer
 from trainer.rewards import group_rewards, is_trained
 from trainer.samples import Sample, make_samples, rows_by_episode, samples_digest
 from trainer.source import Work, wait_for_work
+from trainer.tracking import Tracker
 
 logger = logging.getLogger(__name__)
 
@@ -55,6 +56,7 @@ class Trainer:
     weights: VersionStore
     checkpoints: CheckpointStore
     broker_url: str
+    tracker: Tracker = field(default_factory=lambda: Tracker(()))
     outage_wait_s: float = OUTAGE_WAIT_S
     """How long it waits for a database or weight store that is away when it has something to write; for groups it
     waits without end."""
@@ -149,6 +151,7 @@ class Trainer:
             return False
         announce(self.broker_url, run_id=self.run.id, version=version + 1)
         _log_step(self.run.id, version + 1, metrics)
+        self.tracker.log(version + 1, metrics)
         self.prune(version + 1)
         return True
 
@@ -195,7 +198,13 @@ class Trainer:
 
 
 def make_trainer(
-    run: Run, database: Database, *, data_dir: Path, weights_url: str | None = None, broker_url: str
+    run: Run,
+    database: Database,
+    *,
+    data_dir: Path,
+    weights_url: str | None = None,
+    broker_url: str,
+    tracker: Tracker | None = None,
 ) -> Trainer:
     """The trainer of a run, with its start weights loaded.
 
@@ -209,6 +218,7 @@ def make_trainer(
         weights=weights,
         checkpoints=CheckpointStore(data_dir / "checkpoints", run.name),
         broker_url=broker_url,
+        tracker=tracker or Tracker(()),
     )
 
 

@@ -19,12 +19,11 @@ from transformers.utils.logging import disable_progress_bar
 
 from common.config import RunConfig, TrainConfig
 from common.errors import RollmillError, SetupError
+from common.memory import MAX_POSITIONS
 from trainer.kl import kl_estimate
 from trainer.losses import StepTotals, TokenStats, needs_all_rows, policy_loss
 from trainer.samples import Batch, Sample, fresh_mask, microbatches, pad
 
-MAX_POSITIONS = 4096
-"""Padded positions of one forward pass; bounds the memory of its logits."""
 NUM_PROBED = 32
 """Rows whose log-probs are compared with the engine's at the start of a step."""
 

@@ -1,6 +1,6 @@
 """Supervised warm start of a tiny policy on rows of ids and loss weights, one phase after the other.
 
-python -m trainer.sft --model DIR --rows clean.jsonl --rows sloppy.jsonl --steps 100 350 --out DIR
+python -m trainer sft --model DIR --rows clean.jsonl --rows sloppy.jsonl --steps 100 350 --out DIR
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import json
 import random
 import shutil
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -150,17 +150,17 @@ def train_folder(source: Path, row_files: list[Path], steps: list[int], out: Pat
             shutil.copyfile(source / name, out / name)
 
 
-def main() -> None:
-    """Read the command line."""
+def main(argv: Sequence[str]) -> None:
+    """Train as the command line says."""
     parser = argparse.ArgumentParser(
-        prog="python -m trainer.sft", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog="python -m trainer sft", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--model", type=Path, required=True, help="folder of the start weights")
     parser.add_argument("--rows", type=Path, action="append", required=True, help="JSON lines, once per phase")
     parser.add_argument("--steps", type=int, nargs="+", required=True, help="optimizer steps of each phase")
     parser.add_argument("--seed", type=int, default=0, help="seed of the batches")
     parser.add_argument("--out", type=Path, required=True, help="folder to write")
-    arguments = parser.parse_args()
+    arguments = parser.parse_args(argv)
     if len(arguments.rows) != len(arguments.steps):
         parser.error(f"{len(arguments.rows)} --rows but {len(arguments.steps)} --steps")
     torch.set_num_threads(1)
@@ -172,4 +172,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    main(sys.argv[1:])
