@@ -63,14 +63,14 @@ check: $(VENV)/.dev ## lint, types, import contracts, unit tests
 	@$(BIN)/python -m pytest tests/unit tests/contracts -q -n 2 --dist loadfile \
 		-m "not robustness and not attack" $(ARGS)
 
-services: ## install RabbitMQ and bubblewrap from Debian's packages where that is allowed
+services: ## install RabbitMQ, bubblewrap, Docker and Podman from Debian's packages where that is allowed
 	@sh tests/install_services.sh
 
 test: $(VENV)/.dev services check test-sandbox ## everything: check, then the tests on real services and the whole loop
 	@$(BIN)/python -m pytest tests/integration tests/e2e $(ARGS)
 
 test-sandbox: $(VENV)/.dev services ## what agents do to a shell, and attacks on the sandbox; each must be stopped
-	@SANDBOX_FIGURES=1 $(BIN)/python -m pytest tests/unit/workers/sandbox -q -m "robustness or attack" $(ARGS)
+	@SANDBOX_FIGURES=1 $(BIN)/python -m pytest tests/unit/workers/sandbox -q -rsfE -m "robustness or attack" $(ARGS)
 
 test-trainer: $(VENV)/.trl ## the trainer's unit tests, then its losses in other packings and against TRL's
 	@$(BIN)/python -m pytest tests/unit/trainer -q

@@ -7,39 +7,25 @@ from pathlib import Path
 from typing import Literal, Self
 
 from pydantic import (
-    BaseModel,
-    ConfigDict,
     Field,
     JsonValue,
     ValidationError,
-    ValidationInfo,
-    field_validator,
     model_validator,
 )
 
 from common.config_errors import first_problem
+from common.config_section import Section
+from common.config_tracking import TrackingConfig
 from common.errors import SetupError
-from common.storable import MAX_COUNT, MAX_SMALL_COUNT, check_storable, check_time
+from common.storable import MAX_COUNT, MAX_SMALL_COUNT
 
 TINY_MODELS = Path(__file__).parent / "models"
 
 
+SandboxKind = Literal["bubblewrap", "docker", "restricted"]
+"""docs/sandbox.md says what keeps commands in with each. `restricted` has no walls."""
 InFlight = Literal["keep", "wait", "abort"]
-SinkName = Literal["tensorboard", "wandb", "mlflow"]
 Advantage = Literal["grpo", "dr_grpo", "rloo", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "pass_at_k"]
-
-
-class Section(BaseModel):
-    """Base of the sections: unknown keys are errors, and so is what cannot be stored."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
-
-    @field_validator("*")
-    @classmethod
-    def _can_be_kept(cls, value: object, info: ValidationInfo) -> object:
-        check_storable(str(value) if isinstance(value, Path) else value)
-        check_time(info.field_name, value)
-        return value
 
 
 def _needs(field: str, value: object, *, when: bool, what: str) -> None:
@@ -137,6 +123,13 @@ class TrainConfig(Section):
     beta2: float = Field(default=0.99, ge=0, lt=1)
     grad_clip: float = Field(default=0.2, gt=0)
     """Largest gradient norm."""
+    lora_rank: int | None = Field(default=None, ge=1, le=512)
+    """Train a LoRA adapter of this rank over the frozen start weights, and publish adapters in place of whole models;
+    None = train all weights. learning_rate is then the adapter's, usually some ten times higher."""
+    lora_alpha: int | None = Field(default=None, ge=1)
+    """The adapter's product is added times lora_alpha / lora_rank; None = 2 x lora_rank."""
+    lora_modules: tuple[str, ...] | None = Field(default=None, min_length=1)
+    """Names of the linear layers that get an adapter, such as q_proj; None = those of attention and MLP."""
     advantage: Advantage = "grpo"
     """How rewards become advantages; trainer/advantages.py has the papers. All compare the episodes of a group, but
     reinforce_plus_plus, which compares those of a whole step."""
@@ -172,7 +165,8 @@ class TrainConfig(Section):
     """Train episodes of older versions with correction = "none" all the same; such runs collapse."""
     kl: Literal["none", "loss", "reward"] = "none"
     """Where the distance to the start weights is held against the policy: as a term of the loss, or off the reward of
-    each episode, before its advantage. Keeps a second copy of the model in memory."""
+    each episode, before its advantage. Keeps a second copy of the model in memory; with lora_rank the model
+    without its adapter does."""
     kl_coefficient: float | None = Field(default=None, gt=0)
     """Weight of the KL divergence in nats, summed over the tokens as the rest of the loss; None without kl."""
     kl_estimator: Literal["k1", "k2", "k3"] = "k3"
@@ -233,6 +227,22 @@ class TrainConfig(Section):
             )
         return self
 
+    @model_validator(mode="after")
+    def _lora_fits(self) -> Self:
+        for name, value in (("lora_alpha", self.lora_alpha), ("lora_modules", self.lora_modules)):
+            if value is not None and self.lora_rank is None:
+                raise ValueError(f"{name} = {value} has no effect without lora_rank")
+        return self
+
+    @property
+    def adapters_kept(self) -> int | None:
+        """Adapters that an engine keeps: those that may still be trained, and one more; None without LoRA.
+
+        The one more is for requests that were sent before their sender knew of the newest. Engines hold one beyond it
+        while a new one comes in.
+        """
+        return None if self.lora_rank is None else self.max_staleness + 2
+
     @property
     def max_refills(self) -> int:
         """Zero-variance groups that may be dropped for one training step; 0 = they are trained."""
@@ -265,20 +275,19 @@ class SharingConfig(Section):
                 )
 
 
-class TrackingConfig(Section):
-    """Where the metrics of each step go, beside Postgres and Prometheus. May be another at each start of the trainer."""
+class SandboxConfig(Section):
+    """Where the run's agents run their commands."""
 
-    sinks: tuple[SinkName, ...] = ()
-    """Their packages must be installed with the trainer. None of them can stop or delay training."""
-    project: str = Field(default="rollmill", min_length=1)
-    """Project of Weights & Biases, experiment of MLflow."""
+    kind: SandboxKind | None = None
+    """None = as ROLLMILL_SANDBOX of the fleets' nodes says; "docker" for an image."""
+    image: str | None = Field(default=None, min_length=1)
+    """Image of Docker or Podman, with bash and python3, for tasks that name none; None = ROLLMILL_SANDBOX_IMAGE."""
 
-    @field_validator("sinks")
-    @classmethod
-    def _each_once(cls, sinks: tuple[SinkName, ...]) -> tuple[SinkName, ...]:
-        if len(set(sinks)) < len(sinks):
-            raise ValueError(f"each sink once, not {list(sinks)}")
-        return sinks
+    @model_validator(mode="after")
+    def _image_fits(self) -> Self:
+        if self.image is not None and self.kind not in (None, "docker"):
+            raise ValueError(f'image = {self.image!r} has no effect with kind = {self.kind!r}: take "docker"')
+        return self
 
 
 class RunConfig(Section):
@@ -301,6 +310,7 @@ class RunConfig(Section):
     train: TrainConfig = TrainConfig()
     sharing: SharingConfig = SharingConfig()
     tracking: TrackingConfig = TrackingConfig()
+    sandbox: SandboxConfig = SandboxConfig()
 
     @model_validator(mode="after")
     def _minibatches_fit(self) -> Self:

@@ -25,7 +25,8 @@ def _nearest(location: tuple[int | str, ...], document: type[BaseModel]) -> str:
     owner = document
     for section in sections:
         kind = owner.model_fields[section].annotation
-        assert isinstance(kind, type) and issubclass(kind, BaseModel), f"{section} is no section"
+        if not (isinstance(kind, type) and issubclass(kind, BaseModel)):
+            break
         owner = kind
     near = difflib.get_close_matches(name, owner.model_fields, n=1)
     if near:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import math
+from collections import Counter
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from common.errors import SetupError
-from common.weights import WeightsDamaged, read_safetensors_header
+from common.weights import TensorEntry, WeightsDamaged, read_safetensors_header
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,6 +25,12 @@ class ModelShape:
     num_layers: int
     context: int | None
     """Positions that it was made for; None = it does not say."""
+    matrices: Mapping[str, int]
+    """Name of a linear layer, such as q_proj -> rows and columns of all of its matrices, added up."""
+
+    def num_adapter_parameters(self, rank: int, modules: Collection[str]) -> int:
+        """Parameters of a LoRA adapter of this rank on these layers."""
+        return rank * sum(self.matrices.get(module, 0) for module in modules)
 
 
 def read_model_shape(folder: Path) -> ModelShape:
@@ -48,6 +56,16 @@ def read_model_shape(folder: Path) -> ModelShape:
             intermediate_size=int(config.get("intermediate_size") or 4 * config["hidden_size"]),
             num_layers=int(config["num_hidden_layers"]),
             context=None if context is None else int(context),
+            matrices=_matrices(tensors),
         )
     except (KeyError, TypeError, ValueError) as error:
         raise SetupError(f"{path} does not say how large the model is: {error!r}") from None
+
+
+def _matrices(tensors: Mapping[str, TensorEntry]) -> Counter[str]:
+    sizes: Counter[str] = Counter()
+    for name, tensor in tensors.items():
+        layer, _, kind = name.rpartition(".")
+        if kind == "weight" and len(tensor.shape) == 2:
+            sizes[layer.rpartition(".")[2]] += sum(tensor.shape)
+    return sizes

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from common.config import RunConfig
 from common.errors import SetupError
-from common.memory import MemoryEstimate, estimate_memory
+from common.memory import LORA_MODULES, MemoryEstimate, estimate_memory
 from common.model_folder import ModelShape, read_model_shape
 from common.settings import Settings, masked
 
@@ -112,6 +112,12 @@ def _objective(config: RunConfig) -> Iterator[tuple[str, str]]:
     if train.truncated == "mask":
         terms.append("episodes cut off for their length are left out")
     yield "also in it", "; ".join(terms) or "nothing: no KL, no entropy bonus, no length penalty"
+    if train.lora_rank is not None:
+        alpha = train.lora_alpha or 2 * train.lora_rank
+        yield (
+            "adapter",
+            f"LoRA of rank {train.lora_rank}, alpha {alpha}, on {', '.join(train.lora_modules or LORA_MODULES)}",
+        )
     yield (
         "optimizer",
         f"AdamW, learning rate {train.learning_rate:g} after {train.warmup_steps} steps, half of it at the end; "

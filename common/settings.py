@@ -7,6 +7,7 @@ import os
 import re
 from functools import lru_cache
 from pathlib import Path
+from typing import Literal
 
 from pydantic import Field, ValidationError, ValidationInfo, field_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict
@@ -70,6 +71,19 @@ class Settings(BaseSettings):
     """Port on which the trainer serves its metrics for Prometheus; None = it does not."""
     metrics_host: str = "127.0.0.1"
     """Address of that port; 0.0.0.0 = all of this machine's, where Prometheus runs elsewhere."""
+    sandbox: Literal["auto", "bubblewrap", "docker", "restricted"] = "auto"
+    """Where agents' commands run, unless their run or task says otherwise. `auto` = bubblewrap where it works, else
+    `restricted`, which has no walls and warns; the other names are for that kind and no other."""
+    sandbox_image: str | None = None
+    """Image of `docker` for tasks and runs that name none. It needs bash and python3."""
+    sandbox_pull: Literal["missing", "always", "never"] = "missing"
+    """When `docker` pulls an image: when the engine has none of that name, once a process, or never."""
+    sandbox_runtime: str | None = None
+    """Runtime of `docker`, such as runsc (gVisor); None = the engine's own."""
+    sandbox_starts: int = Field(default=4, ge=1, le=MAX_SMALL_COUNT)
+    """Containers that the processes of a node start at once."""
+    docker_url: str = Field(default="unix:///var/run/docker.sock", pattern="^(unix|tcp)://.+")
+    """Docker Engine, or Podman's service: unix:///run/podman/podman.sock, unix:///run/user/1000/podman/podman.sock."""
     log_level: str = Field(default="INFO", pattern="^(DEBUG|INFO|WARNING|ERROR)$")
 
     @field_validator("*")

@@ -36,18 +36,23 @@ class WeightCache:
         self._root = root
         self._lock_wait_s = lock_wait_s
 
+    def place(self, location: str, manifest_sha256: str) -> Path:
+        """Where a version's folder is, or will be once `folder` has brought it here."""
+        if not is_url(location):
+            return folder_of(location)
+        # By content: a number that is published anew never changes a folder that an engine has loaded from.
+        return self._root / f"{location.rpartition('/')[2].partition('-')[0]}-{manifest_sha256[:32]}"
+
     def folder(self, location: str, manifest_sha256: str, *, named: Callable[[], Collection[str]]) -> Path:
         """A version's folder, whole and checked, that engines of this machine can load.
 
         `named` gives the manifest hashes of the versions that engines serve or load; those stay in the cache.
         Waits for another process that fetches, and for the store. Raises WeightsDamaged and WeightsUnavailable.
         """
+        target = self.place(location, manifest_sha256)
         if not is_url(location):
-            folder = folder_of(location)
-            verify(folder, manifest_sha256)
-            return folder
-        # By content: a number that is published anew never changes a folder that an engine has loaded from.
-        target = self._root / f"{location.rpartition('/')[2].partition('-')[0]}-{manifest_sha256[:32]}"
+            verify(target, manifest_sha256)
+            return target
         try:
             with self._alone():
                 if not _is_whole(target, manifest_sha256):

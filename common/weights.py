@@ -23,6 +23,9 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from common.errors import RollmillError
 
 MANIFEST = "manifest.json"
+ADAPTER_CONFIG = "adapter_config.json"
+"""In the folder of a version that is a LoRA adapter, beside its weights: the names that PEFT and vLLM know."""
+ADAPTER_WEIGHTS = "adapter_model.safetensors"
 LOADING = "loading"
 """An engine's version while weights are exchanged. No run's: whatever dies in between, no token gets a wrong one."""
 _ENTRY = re.compile(r"(?P<draft>\.draft-)?(?P<number>[0-9]{6,})(?(draft)-.+)")
@@ -89,6 +92,11 @@ def parse_version_name(name: str) -> tuple[str, int] | None:
     """(run, number) of a name made by `version_name`; None for any other, such as an engine's start weights."""
     run, _, number = name.rpartition("/")
     return (run, int(number)) if run and number.isdigit() else None
+
+
+def is_start_name(name: str) -> bool:
+    """Whether an engine whose weights have this name still has those that it was started with."""
+    return name != LOADING and parse_version_name(name) is None
 
 
 def is_url(location: str) -> bool:

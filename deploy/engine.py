@@ -8,7 +8,7 @@ from pathlib import Path
 
 from deploy.ports import http_ok
 from deploy.process import ProcessSpec
-from deploy.vllm import DEFAULT_PYTHON, VllmPlan, find_build, vllm_spec
+from deploy.vllm import DEFAULT_PYTHON, LoraPlan, VllmPlan, find_build, vllm_spec
 
 MODEL_NAME = "policy"
 """The name under which every engine of ours serves its model."""
@@ -30,10 +30,12 @@ def check_engine_installed(kind: EngineKind) -> None:
         find_build(DEFAULT_PYTHON)
 
 
-def engine_spec(kind: EngineKind, *, model: Path, port: int, env: dict[str, str]) -> ProcessSpec:
-    """The process; `env` is for our own program only."""
+def engine_spec(
+    kind: EngineKind, *, model: Path, port: int, env: dict[str, str], lora: LoraPlan | None = None
+) -> ProcessSpec:
+    """The process; `env` is for our own program only, which takes adapters of any rank without being told."""
     if kind is EngineKind.VLLM:
-        return vllm_spec(VllmPlan(model=model, served_name=MODEL_NAME, port=port))
+        return vllm_spec(VllmPlan(model=model, served_name=MODEL_NAME, port=port, lora=lora))
     return ProcessSpec(
         name="engine",
         argv=(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
@@ -43,7 +44,7 @@ def serve(
     from deploy.access import live_database
     from deploy.engine_serve import Service, check_model_fits, serve_engine
     from deploy.ports import free_port
-    from deploy.vllm import VllmPlan, find_build
+    from deploy.vllm import VllmPlan, find_build, lora_plan
 
     if not (model / "config.json").is_file():
         raise SetupError(f"model folder {model.absolute()} holds no model: there is no config.json in it")
@@ -63,6 +64,7 @@ def serve(
         with database.begin() as conn:
             found = runs.require(conn, run)
         check_model_fits(plan.model, found)
+        plan = replace(plan, lora=lora_plan(found.config.train))
         service = Service(plan=plan, run=found, data_dir=settings.data_dir, drain_s=drain_seconds)
         serve_engine(service, database, console=Console())
 
@@ -85,6 +87,7 @@ def add(url: Url, run: RunName, model_name: ModelName = MODEL_NAME, data_dir: Da
             served_name=model_name,
             temperature=found.config.rollout.temperature,
             top_p=found.config.rollout.top_p,
+            lora=found.config.train.lora_rank is not None,
         )
         with database.begin() as conn:
             engines.register(conn, address, run_id=found.id)

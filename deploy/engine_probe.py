@@ -43,11 +43,12 @@ def normal_url(url: str) -> str:
 
 
 def check_engine(
-    url: str, *, model: Path, served_name: str, temperature: float = 1.0, top_p: float = 1.0
+    url: str, *, model: Path, served_name: str, temperature: float = 1.0, top_p: float = 1.0, lora: bool = False
 ) -> EngineKind:
     """Return what it is if it is up, serves `served_name`, and fits the model folder, the run's way of sampling
-    (`temperature`, `top_p`) and what the keeper will ask of it.
+    (`temperature`, `top_p`) and what the keeper will ask of it: to load adapters with `lora`, else whole models.
 
+    That the weights under the adapters are the run's start weights is nothing that a server tells.
     Raises SetupError that names the first thing that is missing, and what to do.
     """
     vocab_size = read_vocab_size(model)
@@ -57,12 +58,14 @@ def check_engine(
     _check_name(url, served_name)
     if kind is EngineKind.SGLANG:
         # What lies beyond its vocabulary would end it, so only ids that every model has are asked for.
-        _check_sglang(url, top_p=top_p)
+        _check_sglang(url, top_p=top_p, lora=lora)
     else:
         kind = _check_generate(url, token_id=vocab_size - 1, exact=temperature != 1.0 or top_p != 1.0)
         _check_vocabulary(url, kind, vocab_size=vocab_size, model=model)
     _check_tokenizer(url, model=model, served_name=served_name)
-    if kind is not EngineKind.SGLANG:
+    if lora:
+        _check_lora(url)
+    elif kind is not EngineKind.SGLANG:
         _check_hot_load(url)
     return kind
 
@@ -188,7 +191,9 @@ def _logprob(reply: Any, kind: EngineKind) -> float | None:
     return float(logprobs[0]) if whole else None
 
 
-def _check_sglang(url: str, *, top_p: float) -> None:
+def _check_sglang(url: str, *, top_p: float, lora: bool) -> None:
+    if lora:
+        raise SetupError(f"engine {url} is SGLang: the run trains an adapter (train.lora_rank), give it vLLM")
     if top_p < 1.0:
         raise SetupError(
             f"engine {url} is SGLang, whose log-probs leave top-p out: set rollout.top_p = 1, it is {top_p:g}"
@@ -232,6 +237,16 @@ def _check_hot_load(url: str) -> None:
         raise SetupError(
             f"engine {url} cannot load versions (status {status}): start vLLM with VLLM_SERVER_DEV_MODE=1, "
             "--worker-extension-cls rollmill_vllm.WorkerExtension, and workers/engine/vllm_plugin on PYTHONPATH"
+        )
+
+
+def _check_lora(url: str) -> None:
+    """A folder that does not exist: whoever can load adapters says that there is none in it."""
+    status, reply = ask(url, "/v1/load_lora_adapter", {"lora_name": "rollmill-probe", "lora_path": NO_FOLDER})
+    if status == 200 or NO_FOLDER not in str(reply):
+        raise SetupError(
+            f"engine {url} cannot load LoRA adapters (status {status}: {reply!r:.200}), and the run trains one: start "
+            "vLLM with --enable-lora, --max-loras, --max-lora-rank and VLLM_ALLOW_RUNTIME_LORA_UPDATING=True"
         )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import filecmp
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -42,7 +43,7 @@ class Service:
 
 
 def check_model_fits(model: Path, run: Run) -> None:
-    """Raise SetupError unless a model has the vocabulary and the tokenizer of the run's own."""
+    """Raise SetupError unless a model has the run's vocabulary and tokenizer, and for a run of adapters its weights."""
     theirs, ours = read_vocab_size(model), read_vocab_size(run.config.model)
     if theirs != ours:
         raise SetupError(f"model {model} has a vocabulary of {theirs}, that of run {run.name} has {ours}")
@@ -52,6 +53,20 @@ def check_model_fits(model: Path, run: Run) -> None:
             raise SetupError(f"model folder {file.parent} has no {file.name}")
     if files[0].read_bytes() != files[1].read_bytes():
         raise SetupError(f"{files[0]} is another tokenizer than {files[1]} of run {run.name}")
+    if run.config.train.lora_rank is not None and not _same_weights(model, run.config.model):
+        raise SetupError(
+            f"{model} has other weights than {run.config.model}, over which run {run.name} trains an adapter: "
+            "serve those"
+        )
+
+
+def _same_weights(model: Path, other: Path) -> bool:
+    """Byte by byte, which takes seconds a gigabyte, unless it is the same folder."""
+    if model.resolve() == other.resolve():
+        return True
+    names = [sorted(file.name for file in folder.glob("*.safetensors")) for folder in (model, other)]
+    same = names[0] == names[1] and all(filecmp.cmp(model / name, other / name, shallow=False) for name in names[0])
+    return same and bool(names[0])
 
 
 def serve_engine(service: Service, database: Database, *, console: Console) -> None:
@@ -73,6 +88,7 @@ def serve_engine(service: Service, database: Database, *, console: Console) -> N
                 served_name=service.plan.served_name,
                 temperature=service.run.config.rollout.temperature,
                 top_p=service.run.config.rollout.top_p,
+                lora=service.plan.lora is not None,
             )
             with database.begin() as conn:
                 engines.register(conn, service.url, run_id=service.run.id)

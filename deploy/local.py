@@ -28,6 +28,7 @@ from deploy.postgres import prepare_postgres
 from deploy.process import ProcessSpec, Restart
 from deploy.rabbitmq import prepare_rabbitmq
 from deploy.supervisor import ProcessStatus, Supervisor
+from deploy.vllm import LoraPlan
 
 PREPARE = {BrokerKind.VALKEY: prepare_valkey, BrokerKind.RABBITMQ: prepare_rabbitmq}
 LOOK_AT_DISK_EVERY_S = 2.0
@@ -63,6 +64,8 @@ class StackPlan:
     engine: EngineKind = EngineKind.SMALL
     engine_port: int | None = None
     """None = a free one."""
+    lora: LoraPlan | None = None
+    """What the engine must be able to hold; None = no adapters."""
 
 
 class LocalStack:
@@ -192,7 +195,7 @@ def work_specs(addresses: StackAddresses, *, plan: StackPlan, data_dir: Path) ->
 
     engine_port = int(addresses.engine_url.rpartition(":")[2])
     return [
-        engine_spec(plan.engine, model=plan.model_dir, port=engine_port, env=env),
+        engine_spec(plan.engine, model=plan.model_dir, port=engine_port, env=env, lora=plan.lora),
         *(python(f"fleet-{stage}", "workers.fleet", stage) for stage in Stage),
         python("feeder", "workers.feeder"),
         python("reaper", "workers.reaper", "--resend-all"),

@@ -25,6 +25,7 @@ from deploy.messages import logging_to
 from deploy.report import Report, Seconds, Session, check_writable, read_report
 from deploy.summary import present
 from deploy.supervisor import StopRequested
+from deploy.vllm import lora_plan
 from deploy.watch import POLL_EVERY_S, RunReader, Watched, watch
 
 
@@ -110,7 +111,11 @@ def run_locally(order: Order, *, console: Console) -> None:
     check_engine_installed(order.engine)
     data_dir = order.settings.data_dir
     plan = StackPlan(
-        model_dir=order.config.model, trainer_config=data_dir / "run.toml", broker=order.broker, engine=order.engine
+        model_dir=order.config.model,
+        trainer_config=data_dir / "run.toml",
+        broker=order.broker,
+        engine=order.engine,
+        lora=lora_plan(order.config.train),
     )
     console.print(f"starting on data folder {data_dir} …", highlight=False, soft_wrap=True)
     with LocalStack(order.settings, plan) as stack:

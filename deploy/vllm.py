@@ -9,6 +9,7 @@ from enum import StrEnum
 from pathlib import Path
 from signal import Signals
 
+from common.config import TrainConfig
 from common.errors import SetupError
 from deploy.ports import HOST, http_ok
 from deploy.process import ProcessSpec
@@ -26,6 +27,10 @@ LOST_AFTER_S = 20.0
 """A server whose engine process died ends by itself, unless a request hangs in it: then it is there, deaf, for ever."""
 CPU_CACHE_BYTES = 256 << 20
 """Without a number vLLM's CPU build takes nearly all memory, or fails when it is in use."""
+LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
+"""What vLLM takes for --max-lora-rank: adapters may have less."""
+LORA_ENVIRONMENT = {"VLLM_ALLOW_RUNTIME_LORA_UPDATING": "True"}
+"""Without it, a server has only the adapters that it was started with."""
 PROBE_TIMEOUT_S = 30.0
 _PROBE = """
 import importlib.metadata as metadata, json
@@ -49,6 +54,22 @@ class Build(StrEnum):
 
 
 @dataclass(frozen=True, kw_only=True)
+class LoraPlan:
+    """The adapters that an engine must be able to hold."""
+
+    rank: int
+    num_adapters: int
+    """At once."""
+
+
+def lora_plan(train: TrainConfig) -> LoraPlan | None:
+    """What a run's engines need; None where it trains whole models."""
+    if train.lora_rank is None or train.adapters_kept is None:
+        return None
+    return LoraPlan(rank=train.lora_rank, num_adapters=train.adapters_kept + 1)
+
+
+@dataclass(frozen=True, kw_only=True)
 class VllmPlan:
     """What to serve, and with what."""
 
@@ -64,6 +85,8 @@ class VllmPlan:
     max_num_seqs: int = 64
     """Requests decoded at once."""
     tensor_parallel: int = 1
+    lora: LoraPlan | None = None
+    """None = no adapters."""
     extra: tuple[str, ...] = ()
     """Further arguments of vLLM's, as they are; a repeated one overrides ours."""
 
@@ -90,8 +113,13 @@ def vllm_spec(plan: VllmPlan, *, name: str = "engine") -> ProcessSpec:
     build = find_build(plan.python)
     return ProcessSpec(
         name=name,
-        argv=(*_command(plan), *(_cpu_flags(plan) if build is Build.CPU else ()), *plan.extra),
-        env=_environment(build),
+        argv=(
+            *_command(plan),
+            *(_cpu_flags(plan) if build is Build.CPU else ()),
+            *(_lora_flags(plan.lora) if plan.lora else ()),
+            *plan.extra,
+        ),
+        env=_environment(build) | (LORA_ENVIRONMENT if plan.lora else {}),
         ready=http_ok(plan.port, "/health"),
         ready_timeout_s=START_TIMEOUT_S,
         lost_after_s=LOST_AFTER_S,
@@ -130,6 +158,13 @@ def _command(plan: VllmPlan) -> list[str]:
 def _cpu_flags(plan: VllmPlan) -> list[str]:
     dtype = [] if plan.dtype is not None else ["--dtype", "float32"]
     return [*dtype, "--enforce-eager", "--kv-cache-memory-bytes", str(CPU_CACHE_BYTES)]
+
+
+def _lora_flags(lora: LoraPlan) -> list[str]:
+    fitting = [rank for rank in LORA_RANKS if rank >= lora.rank]
+    if not fitting:
+        raise SetupError(f"train.lora_rank = {lora.rank} is more than vLLM's {LORA_RANKS[-1]}")
+    return ["--enable-lora", "--max-loras", str(lora.num_adapters), "--max-lora-rank", str(fitting[0])]
 
 
 def _environment(build: Build) -> dict[str, str]:

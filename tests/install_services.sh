@@ -1,8 +1,16 @@
 #!/bin/sh
-# Installs what the tests need beside Python: RabbitMQ and bubblewrap. Says what is missing where it may not.
+# Installs what the tests need beside Python: RabbitMQ, bubblewrap and, in CI, Docker Engine and Podman.
+# Says what is missing where it may not.
 missing=""
 [ -x /usr/lib/rabbitmq/bin/rabbitmq-server ] || missing="$missing rabbitmq-server"
 command -v bwrap >/dev/null || missing="$missing bubblewrap"
+# The tests start engines of their own, which takes root. A person's machine gets no container engine unasked: without
+# one those tests are skipped, and counted.
+if [ "$(id -u)" = 0 ] && [ -n "$CI" ]; then
+    command -v dockerd >/dev/null || missing="$missing docker.io"
+    command -v podman >/dev/null || missing="$missing podman"
+    command -v runc >/dev/null || missing="$missing runc"
+fi
 [ -n "$missing" ] || exit 0
 if [ "$(id -u)" = 0 ] && command -v apt-get >/dev/null; then
     echo "installing$missing ..."

@@ -31,6 +31,7 @@ from common.weights import Published, VersionStore, WeightsDamaged, WeightsError
 from trainer.advantages import Advantages, step_advantages
 from trainer.checkpoint import CheckpointStore
 from trainer.failures import noting_failures, outlast_outage
+from trainer.lora import adapter_writer
 from trainer.policy import Policy
 from trainer.publish import announce, version_writer
 from trainer.rewards import group_rewards, is_trained
@@ -191,8 +192,10 @@ class Trainer:
         return True
 
     def publish(self, version: int) -> Published:
-        """Write the policy's present weights as `version`."""
-        write = version_writer(self.policy.model, start=self.run.config.model)
+        """Write the policy's present weights as `version`: an adapter, or the whole model."""
+        config, model = self.run.config, self.policy.model
+        adapted = config.train.lora_rank is not None
+        write = adapter_writer(model) if adapted else version_writer(model, start=config.model)
         with _writing():
             return self.weights.publish(self.run.name, version, write)
 

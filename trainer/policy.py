@@ -21,6 +21,7 @@ from common.config import RunConfig, TrainConfig
 from common.errors import RollmillError, SetupError
 from common.memory import MAX_POSITIONS
 from trainer.kl import kl_estimate
+from trainer.lora import with_adapter, without_adapter
 from trainer.losses import StepTotals, TokenStats, needs_all_rows, policy_loss
 from trainer.samples import Batch, Sample, fresh_mask, microbatches, pad
 
@@ -61,7 +62,7 @@ class Policy:
         top_p: float = 1.0,
         reference: PreTrainedModel | None = None,
     ) -> None:
-        """`reference` has the start weights; None where train.kl = "none"."""
+        """`reference` has the start weights; None where train.kl = "none", or where they are under an adapter."""
         # Without dropout: the ratio to the behaviour log-probs must be 1 where the weights are the same.
         self.model: PreTrainedModel = model.eval()  # type: ignore[no-untyped-call]
         self.reference = reference
@@ -69,21 +70,31 @@ class Policy:
         self.temperature = temperature
         self.top_p = top_p
         self.seed = seed
+        # An optimizer that knew the frozen weights would save no state for them, and miss it when it is restored.
         self.optimizer = torch.optim.AdamW(
-            model.parameters(), lr=train.learning_rate, betas=(train.beta1, train.beta2), weight_decay=0.0
+            self._trained().values(), lr=train.learning_rate, betas=(train.beta1, train.beta2), weight_decay=0.0
         )
 
     @classmethod
     def load(cls, config: RunConfig) -> Self:
-        """The start weights of a run, in float32. Raises SetupError when the folder holds no model."""
+        """The start weights of a run, in float32, and its new adapter if it trains one.
+
+        Raises SetupError when the folder holds no model, or none that fits the adapter.
+        """
+        model, train = load_model(config.model), config.train
+        adapted = train.lora_rank is not None
         return cls(
-            load_model(config.model),
-            train=config.train,
+            with_adapter(model, train=train, seed=config.seed) if adapted else model,
+            train=train,
             temperature=config.rollout.temperature,
             top_p=config.rollout.top_p,
             seed=config.seed,
-            reference=None if config.train.kl == "none" else load_model(config.model),
+            reference=None if train.kl == "none" or adapted else load_model(config.model),
         )
+
+    def _trained(self) -> dict[str, torch.nn.Parameter]:
+        """By name: all parameters, or the adapter's where there is one."""
+        return {name: parameter for name, parameter in self.model.named_parameters() if parameter.requires_grad}
 
     def logprobs(self, batch: Batch) -> torch.Tensor:
         """[B, L] log-probs in nats of the sampled tokens at the run's temperature and top-p; 0 elsewhere."""
@@ -139,9 +150,9 @@ class Policy:
         return probe | {"loss": loss, "grad_norm": max(grad_norms), "learning_rate": rate} | stats.metrics()
 
     def state(self) -> dict[str, torch.Tensor]:
-        """Weights and optimizer state by name; the whole of what a checkpoint needs."""
+        """Trained weights and optimizer state by name; with the start weights, the whole of what a checkpoint needs."""
         tensors: dict[str, torch.Tensor] = {}
-        for name, parameter in self.model.named_parameters():
+        for name, parameter in self._trained().items():
             tensors[f"model.{name}"] = parameter.detach()
             for key, value in self.optimizer.state.get(parameter, {}).items():
                 tensors[f"optimizer.{key}.{name}"] = value
@@ -149,7 +160,7 @@ class Policy:
 
     def restore(self, tensors: Mapping[str, torch.Tensor]) -> None:
         """Put back what `state` returned. Raises SetupError when it belongs to another model."""
-        parameters = dict(self.model.named_parameters())
+        parameters = self._trained()
         shapes = {f"model.{name}": parameter.shape for name, parameter in parameters.items()}
         found = {name: tensor.shape for name, tensor in tensors.items() if name.startswith("model.")}
         if shapes != found:
@@ -168,6 +179,9 @@ class Policy:
 
     def _reference_logprobs(self, batch: Batch) -> torch.Tensor:
         """[B, L] log-probs in nats by the start weights, at the same temperature and top-p; 0 elsewhere."""
+        if self.train.lora_rank is not None:
+            with without_adapter(self.model):
+                return _scatter(_of_sampled(self._log_softmax(batch), batch), batch)
         assert self.reference is not None
         return _scatter(_of_sampled(self._log_softmax(batch, model=self.reference), batch), batch)
 
@@ -276,7 +290,7 @@ class Policy:
             total.backward()  # type: ignore[no-untyped-call]
             loss += total.item()
             stats += part_stats
-        grad_norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.train.grad_clip).item()
+        grad_norm = torch.nn.utils.clip_grad_norm_(self._trained().values(), self.train.grad_clip).item()
         if not np.isfinite(grad_norm):
             episodes = sorted({row.episode_id for part in minibatch for row in part.samples})
             raise TrainingError(

@@ -10,7 +10,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from common.config import RunConfig, SinkName
+from common.config import RunConfig
+from common.config_tracking import SinkName
 from trainer.prometheus import StepCollector, serving
 from trainer.tracking import Metrics, OpenSink, Sink, SinkThread, Tracker
 

@@ -17,7 +17,7 @@ from importlib.util import find_spec
 from types import TracebackType
 from typing import Protocol, Self
 
-from common.config import SinkName, TrackingConfig
+from common.config_tracking import SinkName, TrackingConfig
 from common.errors import SetupError
 
 logger = logging.getLogger(__name__)

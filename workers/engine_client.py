@@ -15,6 +15,7 @@ from common.config import InFlight
 from common.episode import Sampled
 from workers.engine_errors import EngineUnavailable, Unversioned
 from workers.engine_http import EngineHttp, detail
+from workers.engine_reply import parse_adapters_in_use
 from workers.wires.base import PROBE_TIMEOUT_S, GenerateRequest, RouteMissing, Wire
 from workers.wires.completions import CompletionsWire
 from workers.wires.sglang import MODEL_INFO, SglangWire
@@ -63,10 +64,12 @@ class EngineClient:
         stop_ids: Sequence[int],
         model: str | None,
         run: str,
+        adapter: int | None = None,
     ) -> Sampled:
         """Sample up to `max_tokens` ids after `prompt_ids`, ending early at one of `stop_ids`.
 
-        `model` is the name that the engine serves, None = whichever. `request_id` must be unique on the engine.
+        `model` is the name that the engine serves, None = whichever. `adapter` is the version of the run whose LoRA
+        adapter to sample with; None = the engine's own weights. `request_id` must be unique on the engine.
         Raises EngineUnavailable, ContextOverflow, or EpisodeError: what the engine sampled can't be trained on, or
         the request itself is wrong. Cancelling closes the connection, which makes the engine stop.
         """
@@ -79,6 +82,7 @@ class EngineClient:
             stop_ids=stop_ids,
             model=model,
             run=run,
+            adapter=adapter,
         )
         return await self._through(url, lambda wire: wire.generate(request, timeout_s=self._timeout_s))
 
@@ -122,6 +126,28 @@ class EngineClient:
     async def update_weight_version(self, url: str, name: str) -> None:
         """Make it report this name for tokens that it samples from now on."""
         await self._through(url, lambda wire: wire.update_weight_version(name))
+
+    async def load_adapter(self, url: str, path: Path, name: str) -> None:
+        """Read an adapter's folder beside what runs, so that requests can name it. Raises LoadRefused.
+
+        After EngineUnavailable, nobody knows whether it is there; `adapters` tells.
+        """
+        await self._through(url, lambda wire: wire.load_adapter(path, name))
+
+    async def unload_adapter(self, url: str, name: str) -> None:
+        """Forget an adapter: a request that names it from now on is refused, those under way go on."""
+        await self._through(url, lambda wire: wire.unload_adapter(name))
+
+    async def adapters(self, url: str) -> dict[str, str]:
+        """Name -> folder of the adapters that requests can name."""
+        return await self._through(url, lambda wire: wire.adapters())
+
+    async def adapters_in_use(self, url: str) -> set[str]:
+        """Names of the adapters that some request runs or waits with."""
+        page = await self.metrics(url)
+        if not page:
+            raise EngineUnavailable(f"engine {url} has no /metrics, and so does not say which adapters are in use")
+        return parse_adapters_in_use(page)
 
     async def abort(self, url: str, request_ids: Sequence[str]) -> int | None:
         """End these requests, with what they have sampled; returns how many the engine says it ended.

@@ -33,15 +33,23 @@ class EngineList:
         self._read_rows = read
         self._clock = clock
         self._readings: dict[int, _Reading] = {}
+        self._versions: dict[int, dict[str, int | None]] = {}
+        """Run id -> URL -> what the engine served at the last reading."""
 
     async def urls(self, run_id: int, max_staleness: int) -> list[str]:
         """Of the engines that take new work, as of CACHE_S ago or later. All who ask share one reading."""
         now = self._clock()
         reading = self._readings.get(run_id)
         if reading is None or (reading.rows.done() and now - reading.started >= CACHE_S):
-            rows = asyncio.ensure_future(asyncio.to_thread(self._read_rows, run_id))
-            reading = self._readings[run_id] = _Reading(rows=rows, started=now)
-        return fresh_enough(await asyncio.shield(reading.rows), max_staleness)
+            future = asyncio.ensure_future(asyncio.to_thread(self._read_rows, run_id))
+            reading = self._readings[run_id] = _Reading(rows=future, started=now)
+        rows = await asyncio.shield(reading.rows)
+        self._versions[run_id] = {row.url: row.version for row in rows}
+        return fresh_enough(rows, max_staleness)
+
+    def version(self, run_id: int, url: str) -> int | None:
+        """What an engine served when the run's list was read last; None = it was not there."""
+        return self._versions.get(run_id, {}).get(url)
 
     async def urls_by(self, deadline: float, run_id: int, max_staleness: int) -> list[str]:
         """The same. Raises EpisodeError(ENGINE_LOST) if the database does not answer by the deadline."""

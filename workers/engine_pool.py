@@ -48,8 +48,8 @@ class EnginePool:
         self._client = client
         self._wait_s = wait_s
         self._clock = clock
-        engines = EngineList(list_engines, clock=clock)
-        self._places = EnginePlaces(engines, wait_s=wait_s, max_in_flight=max_in_flight, clock=clock)
+        self._engines = EngineList(list_engines, clock=clock)
+        self._places = EnginePlaces(self._engines, wait_s=wait_s, max_in_flight=max_in_flight, clock=clock)
 
     @property
     def uses(self) -> Mapping[str, EngineUse]:
@@ -133,17 +133,20 @@ class EnginePool:
 
     async def _ask(self, url: str, turn: TurnRequest, so_far: Sampled | None, number: int) -> Sampled:
         sampled_ids = so_far.ids if so_far else ()
+        claim = turn.claim
+        adapted = claim.config.train.lora_rank is not None
         return await self._client.generate(
             url,
             # A request that timed out here may still run there, so each try has an id of its own.
             request_id=f"{turn.request_id}.{number}",
             prompt_ids=(*turn.prompt_ids, *sampled_ids),
             max_tokens=turn.max_tokens - len(sampled_ids),
-            temperature=turn.claim.config.rollout.temperature,
-            top_p=turn.claim.config.rollout.top_p,
+            temperature=claim.config.rollout.temperature,
+            top_p=claim.config.rollout.top_p,
             stop_ids=turn.stop_ids,
             model=None,
-            run=turn.claim.config.name,
+            run=claim.config.name,
+            adapter=self._engines.version(claim.run_id, url) if adapted else None,
         )
 
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+import re
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -12,8 +13,11 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from common.episode import FinishReason, Sampled, VersionSpan
 from common.errors import EpisodeError
 from common.outcomes import Outcome
-from common.weights import parse_version_name
+from common.weights import is_start_name, parse_version_name, version_name
 from workers.engine_errors import EngineUnavailable, Unversioned
+
+_IN_USE = "vllm:lora_requests_info{"
+_NAMES = re.compile(r'(?:running|waiting)_lora_adapters="([^"]*)"')
 
 ReplyT = TypeVar("ReplyT", bound=BaseModel)
 
@@ -37,6 +41,8 @@ class Reply(BaseModel):
     model_config = ConfigDict(frozen=True)
 
     choices: list[Choice]
+    model: str | None = None
+    """What the request was served with: the engine's name for its own weights, or an adapter's."""
 
 
 class Choice(BaseModel):
@@ -69,22 +75,30 @@ class Span(BaseModel):
     end: int
 
 
-def parse_sampled(body: bytes, *, run: str, max_tokens: int, engine: str) -> Sampled:
-    """What was sampled, checked whole.
+def parse_sampled(body: bytes, *, run: str, max_tokens: int, engine: str, adapter: int | None = None) -> Sampled:
+    """What was sampled, checked whole. `adapter` is the version whose adapter was asked for; None = none.
 
     Raises EpisodeError(CAPTURE_INCOMPLETE) for ids without their log-probs or versions, Unversioned for tokens of
     other weights than `run`'s, EngineUnavailable for a request that the engine itself gave up.
     """
-    choices = parse_reply(Reply, body, engine=engine).choices
-    if len(choices) != 1:
-        raise incomplete(engine, f"{len(choices)} choices for one prompt")
-    choice = choices[0]
+    reply = parse_reply(Reply, body, engine=engine)
+    if len(reply.choices) != 1:
+        raise incomplete(engine, f"{len(reply.choices)} choices for one prompt")
+    choice = reply.choices[0]
+    versions = choice.weight_versions or []
+    if adapter is None:
+        spans = versions_of_run(versions, run, engine) if choice.token_ids else []
+    else:
+        wanted = version_name(run, adapter)
+        check_adapter(reply.model, [span.version for span in versions], wanted=wanted, engine=engine)
+        # A request keeps its adapter to its end. The engine's own spans are of the weights under it.
+        spans = [(adapter, 0, len(choice.token_ids))]
     entries = (choice.logprobs.content if choice.logprobs else None) or []
     raw = RawSampled(
         ids=choice.token_ids,
         logprob_ids=[entry.token_id for entry in entries],
         logprobs=[entry.logprob for entry in entries],
-        spans=versions_of_run(choice.weight_versions or [], run, engine) if choice.token_ids else [],
+        spans=spans,
         finish_reason=choice.finish_reason,
     )
     return check_sampled(raw, max_tokens=max_tokens, engine=engine)
@@ -128,6 +142,30 @@ def versions_of_run(spans: Sequence[Span], run: str, engine: str) -> list[tuple[
             raise Unversioned(f"engine {engine} sampled with weights {span.version!r}, not with a version of {run}")
         numbered.append((served[1], span.start, span.end))
     return numbered
+
+
+def check_adapter(model: str | None, base: Iterable[str], *, wanted: str, engine: str) -> None:
+    """Raise Unversioned unless the answer's `model` is the adapter that was asked for, over the run's start weights.
+
+    `base` are the names of the weights under it.
+    """
+    if model != wanted:
+        raise Unversioned(f"engine {engine} sampled with {model!r}, adapter {wanted} was asked for")
+    for name in base:
+        if not is_start_name(name):
+            raise Unversioned(f"engine {engine} has weights {name} under adapter {wanted}, not the run's start")
+
+
+def parse_adapters_in_use(metrics: str) -> set[str]:
+    """Names in the newest `vllm:lora_requests_info`, which is one line a combination with the time that it was seen."""
+    newest, names = 0.0, set[str]()
+    for line in metrics.splitlines():
+        if line.startswith(_IN_USE):
+            labels, _, seen_at = line.rpartition(" ")
+            if float(seen_at) >= newest:
+                newest = float(seen_at)
+                names = {name for listed in _NAMES.findall(labels) for name in listed.split(",") if name}
+    return names
 
 
 def incomplete(engine: str, what: str) -> EpisodeError:

@@ -90,7 +90,7 @@ class FleetProcess:
     def _in_threads(self, stage: Stage) -> Work:
         threads = StageThreads(stage)
         if stage is Stage.INIT:
-            init = Init(self.database, handler=handler_named, backend=open_backend(self._settings.data_dir))
+            init = Init(self.database, handler=handler_named, backend=open_backend(self._settings))
             return lambda claim: threads.submit(partial(init, claim))
         evaluate = Eval(handler=handler_named)
         return lambda claim: threads.submit(partial(evaluate, claim))
@@ -117,7 +117,7 @@ class FleetProcess:
             engines=pool,
             handler=handler_named,
             renderer=renderer_of,
-            backend=open_backend(self._settings.data_dir),
+            backend=open_backend(self._settings),
         )
         return lambda claim: loop.work(stage(claim))
 

@@ -12,7 +12,7 @@ from common.episode import EpisodeState, Frozen, Message, ToolSpec
 from common.errors import LeaseLost, boundary
 from common.outcomes import Outcome
 from workers.handlers.base import Handler, Prepared, returned
-from workers.sandbox.protocol import Backend
+from workers.sandbox.protocol import OPEN, Backend, SandboxSpec
 from workers.stage import Done
 
 
@@ -23,6 +23,8 @@ class PreparedEpisode(Frozen):
     tools: tuple[ToolSpec, ...]
     sandbox: str | None
     """The sandbox's handle; None = the handler's tools need none."""
+    spec: SandboxSpec = OPEN
+    """Which sandbox it is."""
 
 
 class Init:
@@ -36,18 +38,20 @@ class Init:
     def __call__(self, claim: Claim) -> Done:
         made = self._handler(claim.handler).init(claim.payload)
         prepared = returned(made, Prepared, f"init of handler {claim.handler}")
-        sandbox = self._make_sandbox(claim, prepared.files) if prepared.needs_sandbox else None
-        stored = PreparedEpisode(messages=prepared.messages, tools=prepared.tools, sandbox=sandbox)
+        sandbox, spec = self._make_sandbox(claim, prepared) if prepared.needs_sandbox else (None, OPEN)
+        stored = PreparedEpisode(messages=prepared.messages, tools=prepared.tools, sandbox=sandbox, spec=spec)
         return Done(to=EpisodeState.READY, why="prepared", prepared=stored.model_dump(mode="json"))
 
-    def _make_sandbox(self, claim: Claim, files: dict[str, str]) -> str:
+    def _make_sandbox(self, claim: Claim, prepared: Prepared) -> tuple[str, SandboxSpec]:
         handle = self._backend.handle(claim.episode_id, claim.attempt)
+        wanted = claim.config.sandbox
+        spec = self._backend.choose(SandboxSpec(kind=wanted.kind, image=prepared.image or wanted.image))
         with self._database.begin() as conn:
-            sandboxes.record(conn, claim, backend=self._backend.name, node=socket.gethostname(), handle=handle)
+            sandboxes.record(conn, claim, backend=str(spec.kind), node=socket.gethostname(), handle=handle)
         with boundary(Outcome.SANDBOX_FAILED, f"sandbox {handle}"):
-            self._backend.create(handle, files)
+            self._backend.create(handle, prepared.files, spec)
         self._see_that_it_is_wanted(claim, handle)
-        return handle
+        return handle, spec
 
     def _see_that_it_is_wanted(self, claim: Claim, handle: str) -> None:
         """Remove a sandbox whose episode ended while it was made: the reaper may have swept before it was there."""

@@ -67,6 +67,10 @@ class Reaper:
         if gone:
             with self._database.begin() as conn:
                 sandboxes.destroyed(conn, gone)
+        try:
+            self._backend.sweep()
+        except EpisodeError as error:
+            logger.warning("orphaned sandboxes left for a later round %s", error)
 
     def _destroy(self, handle: str) -> bool:
         """One that cannot be removed must not keep the others, and leases that run out, waiting; it is tried again."""
@@ -87,7 +91,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     resend_all: bool = parser.parse_args(argv).resend_all
 
     def start(database: Database, given: Settings) -> Round:
-        reaper = Reaper(database, given, open_backend(given.data_dir), publisher(app))
+        reaper = Reaper(database, given, open_backend(given), publisher(app))
         if resend_all:
             reaper.resend_all()
         return reaper.round

@@ -91,7 +91,7 @@ class _Playing:
         self._sandbox: SandboxSession | None = None
         if prepared.sandbox is not None:
             with boundary(Outcome.SANDBOX_FAILED, f"sandbox {prepared.sandbox}"):
-                self._sandbox = stage.backend.attach(prepared.sandbox)
+                self._sandbox = stage.backend.attach(prepared.sandbox, prepared.spec)
         self.renderer = stage.renderer(claim.config)
         self.spent_s = spent_s
         """Time in requests and tools; waiting for an engine is not the agent's."""

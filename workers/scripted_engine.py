@@ -17,6 +17,8 @@ from aiohttp import web
 
 _Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 _PREFIX = "generate-tokens-"
+_MODEL = "policy"
+"""The name of what it serves."""
 
 
 class Fault(StrEnum):
@@ -63,14 +65,16 @@ class ScriptedEngine:
         self.version = "default"
         self.weights: Path | None = None
         """The folder that was loaded last; None = the start weights."""
+        self.adapters: dict[str, str] = {}
+        """Name -> folder of the LoRA adapters."""
         self.calls: list[str] = []
         """Paths of all requests, in order of arrival."""
         self.faults: dict[str, deque[Fault]] = {}
         """Path -> what goes wrong with the next requests to it, one each."""
-        self.open: set[str] = set()
-        """Ids of the generate requests that have no answer yet."""
+        self.open: dict[str, str] = {}
+        """Ids of the generate requests that have no answer yet, with the model that each is for."""
         self.metrics: str | None = None
-        """The page of its figures; None = it has none."""
+        """The page of its figures, without those of adapters; None = it has none."""
         self.num_tokens = 0
         """Sampled since the start."""
         self.peers: set[tuple[str, int]] = set()
@@ -125,6 +129,7 @@ class ScriptedEngine:
         await self.stop()
         self.version = "default"
         self.weights = None
+        self.adapters.clear()
         self.faults.clear()
         self.resume()
         await self.start()
@@ -142,6 +147,8 @@ class ScriptedEngine:
             "/collective_rpc": self._collective_rpc,
             "/update_weight_version": self._update_weight_version,
             "/weight_info": self._weight_info,
+            "/v1/load_lora_adapter": self._load_adapter,
+            "/v1/unload_lora_adapter": self._unload_adapter,
             "/metrics": self._metrics,
             "/start_weight_update": self._ok,
             "/update_weights": self._update_weights,
@@ -177,19 +184,23 @@ class ScriptedEngine:
         prompt: list[int] = body["token_ids"]
         if len(prompt) >= self.max_model_len:
             return self._overflow(f"the prompt has {len(prompt)}")
+        if (model := self._model(body)) is None:
+            return self._unknown(body)
         request_id = _PREFIX + str(body.get("request_id") or next(self._ids))
-        choice = await self._tracked(request_id, prompt, body["sampling_params"])
+        choice = await self._tracked(request_id, prompt, body["sampling_params"], model=model)
         if body["sampling_params"].get("logprobs") is None:
             choice["logprobs"] = None
-        return web.json_response({"request_id": request_id, "model": body.get("model"), "choices": [choice]})
+        return web.json_response({"request_id": request_id, "model": model, "choices": [choice]})
 
     async def _complete(self, request: web.Request) -> web.Response:
         body = await request.json()
         prompt: list[int] = body["prompt"]
         if len(prompt) + body["max_tokens"] > self.max_model_len:
             return self._overflow(f"you asked for {body['max_tokens']} after {len(prompt)}")
+        if (model := self._model(body)) is None:
+            return self._unknown(body)
         request_id = f"cmpl-{body.get('request_id') or next(self._ids)}"
-        choice = await self._tracked(f"{request_id}-0", prompt, body)
+        choice = await self._tracked(f"{request_id}-0", prompt, body, model=model)
         ids = choice["token_ids"]
         del choice["weight_versions"]
         if not body.get("return_token_ids"):
@@ -198,20 +209,32 @@ class ScriptedEngine:
         tokens = [f"token_id:{token_id}" if named else f"<{token_id}>" for token_id in ids]
         asked = body.get("logprobs") is not None
         choice["logprobs"] = {"tokens": tokens, "token_logprobs": [self.logprob] * len(ids)} if asked else None
-        return web.json_response({"id": request_id, "model": "policy", "choices": [choice]})
+        return web.json_response({"id": request_id, "model": model, "choices": [choice]})
 
     async def _models(self, _: web.Request) -> web.Response:
-        return web.json_response({"data": [{"id": "policy", "max_model_len": self.max_model_len}]})
+        card = {"id": _MODEL, "root": "start", "parent": None, "max_model_len": self.max_model_len}
+        adapters = [card | {"id": name, "root": root, "parent": _MODEL} for name, root in self.adapters.items()]
+        return web.json_response({"object": "list", "data": [card, *adapters]})
+
+    def _model(self, body: dict[str, Any]) -> str | None:
+        """What a request is for; None = nothing that is served."""
+        model = str(body.get("model") or _MODEL)
+        return model if model in (_MODEL, *self.adapters) else None
+
+    def _unknown(self, body: dict[str, Any]) -> web.Response:
+        return _error(404, f"The model `{body['model']}` does not exist.")
 
     def _overflow(self, what: str) -> web.Response:
         return _error(400, f"This model's maximum context length is {self.max_model_len} tokens, {what}")
 
-    async def _tracked(self, request_id: str, prompt: list[int], params: dict[str, Any]) -> dict[str, Any]:
-        self.open.add(request_id)
+    async def _tracked(
+        self, request_id: str, prompt: list[int], params: dict[str, Any], *, model: str
+    ) -> dict[str, Any]:
+        self.open[request_id] = model
         try:
             return await self._sample(request_id, prompt, params)
         finally:
-            self.open.discard(request_id)
+            del self.open[request_id]
             self._aborted.discard(request_id)
 
     async def _sample(self, request_id: str, prompt: list[int], params: dict[str, Any]) -> dict[str, Any]:
@@ -254,8 +277,8 @@ class ScriptedEngine:
         return {"token_id": token_id, "logprob": self.logprob, "rank": 1}
 
     async def _abort_requests(self, request: web.Request) -> web.Response:
-        ids = set((await request.json())["request_ids"]) or self.open
-        ended = ids & self.open
+        ids = set((await request.json())["request_ids"]) or set(self.open)
+        ended = ids & self.open.keys()
         self._aborted |= ended
         return web.json_response({"status": "aborted", "aborted": len(ended)})
 
@@ -297,8 +320,36 @@ class ScriptedEngine:
     async def _weight_info(self, _: web.Request) -> web.Response:
         return web.json_response({"weight_version": self.version})
 
+    async def _load_adapter(self, request: web.Request) -> web.Response:
+        body = await request.json()
+        await asyncio.sleep(self.load_s)
+        if refusal := self.accept(Path(body["lora_path"])):
+            return _error(500, refusal)
+        if body["lora_name"] in self.adapters:
+            return _error(400, f"The lora adapter '{body['lora_name']}' has already been loaded.")
+        self.adapters[body["lora_name"]] = body["lora_path"]
+        return web.Response(text="Success")
+
+    async def _unload_adapter(self, request: web.Request) -> web.Response:
+        name = (await request.json())["lora_name"]
+        if self.adapters.pop(name, None) is None:
+            return _error(404, f"The lora adapter '{name}' cannot be found.")
+        return web.Response(text="Success")
+
     async def _metrics(self, _: web.Request) -> web.Response:
-        return web.Response(text=self.metrics) if self.metrics is not None else web.Response(status=404)
+        if self.metrics is None and not self.adapters:
+            return web.Response(status=404)
+        return web.Response(text=(self.metrics or "") + self._adapters_in_use())
+
+    def _adapters_in_use(self) -> str:
+        """As vLLM does: a line a combination of names, the older ones too, each with the time that it was seen."""
+        if not self.adapters:
+            return ""
+        running = ",".join(sorted({model for model in self.open.values() if model != _MODEL}))
+        labels = 'max_lora="4",running_lora_adapters="{}",waiting_lora_adapters=""'
+        return "".join(
+            f"vllm:lora_requests_info{{{labels.format(names)}}} {at}\n" for names, at in ((running, 2e9), ("x", 1e9))
+        )
 
 
 def _error(status: int, message: str) -> web.Response:

@@ -18,6 +18,7 @@ from common.db.versions import PolicyVersion
 from common.errors import DatabaseUnavailable
 from common.weight_cache import WeightCache
 from common.weights import LOADING, WeightsDamaged, WeightsError, parse_version_name, version_name
+from workers import adapters
 from workers.engine_client import EngineClient
 from workers.engine_errors import EngineError, LoadRefused
 
@@ -129,6 +130,10 @@ class WeightKeeper:
         name = await self._client.weight_version(engine.url)
         paused = await self._client.is_paused(engine.url)
         target = await asyncio.to_thread(self._newest, engine.run_id)
+        if target is not None and target.adapters_kept is not None:
+            if paused:
+                await self._resume_forgotten(engine)
+            return await self._bring_adapter(engine, target, base=name)
         served = _served(name, target)
         if target is None or served == target.number:
             if paused:
@@ -148,6 +153,22 @@ class WeightKeeper:
         await self._load(engine, target, folder, name)
         await self._serves_well(engine, target.number, num_loads=1)
         return True
+
+    async def _bring_adapter(self, engine: EngineRow, target: PolicyVersion, *, base: str) -> bool:
+        """The same for a run that trains an adapter."""
+        place = self._cache.place(target.location, target.manifest_sha256)
+        held = await adapters.held(self._client, engine.url, target, folder=place, base=base)
+        is_new = target.number not in held.numbers
+        if is_new:
+            if held.newest != engine.version:
+                await asyncio.to_thread(self._serves, engine, held.newest)
+            if not await asyncio.to_thread(self._starts_loading, engine, target.number):
+                return False  # Somebody else took the engine, and loads it now.
+            folder = await self._verify(target)
+            await adapters.load(self._client, engine.url, target, folder=folder, foreign=held.foreign)
+        await self._serves_well(engine, target.number, num_loads=int(is_new))
+        await adapters.unload_old(self._client, engine.url, target, numbers=held.numbers)
+        return is_new
 
     async def _serves_well(self, engine: EngineRow, version: int | None, *, num_loads: int) -> None:
         await asyncio.to_thread(self._loaded, engine, version, num_loads)

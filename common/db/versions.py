@@ -8,7 +8,7 @@ from typing import Any
 
 from sqlalchemy import Connection, Row, text
 
-from common.config import InFlight
+from common.config import InFlight, TrainConfig
 from common.weights import Published, folder_of
 
 
@@ -25,6 +25,8 @@ class PolicyVersion:
     manifest_sha256: str
     in_flight: InFlight
     """What the run wants of requests under way while it is loaded."""
+    adapters_kept: int | None
+    """How many adapters an engine of the run keeps; None = the version is a whole model, not an adapter."""
 
     @property
     def path(self) -> Path:
@@ -34,9 +36,18 @@ class PolicyVersion:
 
 _SELECT = """
     SELECT v.run_id, r.name AS run, v.number, v.path AS location, v.manifest_sha256,
-           coalesce(r.config #>> '{rollout,in_flight}', 'keep') AS in_flight
+           coalesce(r.config #>> '{rollout,in_flight}', 'keep') AS in_flight, r.config -> 'train' AS train
       FROM policy_version v JOIN run r ON r.id = v.run_id
 """
+_READ_BY_ENGINE = """
+    (v.number IN (e.version, e.loading) OR (
+        r.config #>> '{train,lora_rank}' IS NOT NULL
+        AND v.number > least(e.version, e.loading) - 2 * (CAST(r.config #>> '{train,max_staleness}' AS int) + 2)
+        AND v.number <= greatest(e.version, e.loading)
+    ))
+"""
+"""Engines read an adapter's folder again when they need it and have put it away: so each keeps the folders of twice as
+many as it holds by itself, for requests that have been under way for so long."""
 
 
 def newest(conn: Connection, run_id: int) -> PolicyVersion | None:
@@ -62,22 +73,21 @@ def publish(conn: Connection, run_id: int, number: int, published: Published) ->
 
 
 def loadable(conn: Connection) -> list[PolicyVersion]:
-    """Versions that an engine of any run serves, or is about to: their files are still needed."""
+    """Versions that an engine of any run serves, is about to, or may read again: their files are still needed."""
     rows = conn.execute(
-        text(
-            _SELECT + " WHERE EXISTS (SELECT FROM engine e WHERE e.run_id = v.run_id"
-            " AND v.number IN (e.version, e.loading))"
-        )
+        text(_SELECT + f" WHERE EXISTS (SELECT FROM engine e WHERE e.run_id = v.run_id AND {_READ_BY_ENGINE})")
     )
     return [_version(row) for row in rows]
 
 
 def needed(conn: Connection, run_id: int) -> frozenset[int]:
-    """Numbers of the versions that an engine of the run or an episode that is not final names."""
+    """Numbers of the versions that an engine of the run may read, or an episode that is not final names."""
     numbers = conn.execute(
         text(
-            """
-            SELECT version FROM engine WHERE run_id = :run_id AND version IS NOT NULL
+            f"""
+            SELECT v.number FROM policy_version v JOIN run r ON r.id = v.run_id JOIN engine e ON e.run_id = v.run_id
+             WHERE v.run_id = :run_id AND {_READ_BY_ENGINE}
+            UNION SELECT version FROM engine WHERE run_id = :run_id AND version IS NOT NULL
             UNION SELECT loading FROM engine WHERE run_id = :run_id AND loading IS NOT NULL
             UNION SELECT (span ->> 'version')::int
                     FROM episode e JOIN turn t ON t.episode_id = e.id AND t.attempt = e.attempt
@@ -91,4 +101,6 @@ def needed(conn: Connection, run_id: int) -> frozenset[int]:
 
 
 def _version(row: Row[Any]) -> PolicyVersion:
-    return PolicyVersion(**row._mapping)
+    fields = dict(row._mapping)
+    train = TrainConfig.model_validate(fields.pop("train"))
+    return PolicyVersion(**fields, adapters_kept=train.adapters_kept)

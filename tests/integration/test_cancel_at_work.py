@@ -37,6 +37,7 @@ from workers.run_loop import RunLoop
 from workers.sandbox import open_backend
 from workers.sandbox.backend import FolderBackend
 from workers.sandbox.folder import SandboxFolders
+from workers.sandbox.protocol import OPEN, SandboxSpec
 from workers.sandbox.restricted import Restricted
 from workers.scripted_engine import ScriptedEngine
 from workers.stage import StageWorker
@@ -52,8 +53,8 @@ class Fleet:
 
     def __init__(self, world: World, data_dir: Path, renderer: Renderer, stack: ExitStack) -> None:
         self.database = world.database
-        settings = Settings()
-        self.backend = open_backend(data_dir)
+        settings = Settings(data_dir=data_dir)
+        self.backend = open_backend(settings)
         self.reaper = Reaper(world.database, settings, self.backend, lambda wakeups: None)
         leases = Leases(world.database, lease_s=settings.lease_s, heartbeat_s=settings.heartbeat_s)
         stack.callback(leases.close)
@@ -224,12 +225,12 @@ def test_a_sandbox_made_after_its_episode_was_cancelled_and_swept_is_removed_by_
     class CancelledMeanwhile(FolderBackend):
         """The cancellation and the sweep fall between the sandbox's row and its folder."""
 
-        def create(self, handle: str, files: Mapping[str, str]) -> None:
+        def create(self, handle: str, files: Mapping[str, str], spec: SandboxSpec = OPEN) -> None:
             with world.database.begin() as conn:
                 run_control.stop(conn, "run-a", why="enough")
             Reaper(world.database, Settings(), self, lambda wakeups: None).round()
             assert ask(world, "SELECT count(*) FROM sandbox WHERE destroyed_at IS NULL") == 0
-            super().create(handle, files)
+            super().create(handle, files, spec)
 
     backend = CancelledMeanwhile(SandboxFolders.below(tmp_path), Restricted())
     with pytest.raises(LeaseLost):

@@ -15,11 +15,13 @@ from pathlib import Path
 
 import pytest
 
-from common.config import TINY_MODELS, RunConfig
+from common.config import TINY_MODELS, RunConfig, TrainConfig
 from common.db import engines, runs
 from common.db.session import Database
 from common.episode import EngineState
+from common.errors import SetupError
 from deploy.engine import EngineKind, engine_spec
+from deploy.engine_serve import check_model_fits
 from deploy.ports import free_port
 from deploy.process import Process
 
@@ -119,6 +121,30 @@ def test_what_is_wrong_is_one_line_and_nothing_is_stored(
         assert said.startswith(f"rollmill: {words}")
         assert said.count("\n") == 1
     assert states(database) == {}
+
+
+def test_a_run_of_adapters_is_served_over_its_own_start_weights_alone(database: Database, tmp_path: Path) -> None:
+    """Whole models are loaded over whatever an engine started with; adapters are not."""
+    copied, other = shutil.copytree(MODEL, tmp_path / "copied"), shutil.copytree(MODEL, tmp_path / "other")
+    weights = (other / "model.safetensors").read_bytes()
+    (other / "model.safetensors").write_bytes(weights[:-1] + bytes([weights[-1] ^ 1]))
+    whole = open_run(database, MODEL)
+    with database.begin() as conn:
+        adapter = runs.open_run(conn, RunConfig(name="run-b", model=MODEL, train=TrainConfig(lora_rank=8)))
+    for folder in (MODEL, copied):
+        check_model_fits(folder, adapter)
+    check_model_fits(other, whole)
+    with pytest.raises(SetupError, match=r"other has other weights than .*, over which run run-b trains an adapter"):
+        check_model_fits(other, adapter)
+
+
+def test_a_small_engine_is_given_to_a_run_of_adapters(
+    database: Database, rollmill: Callable[..., Answer], engine: str
+) -> None:
+    with database.begin() as conn:
+        runs.open_run(conn, RunConfig(name="run-b", model=MODEL, train=TrainConfig(lora_rank=8)))
+    code, said = rollmill("add", engine, "--run", "run-b")
+    assert (code, states(database)) == (0, {engine: EngineState.SERVING}), said
 
 
 @pytest.fixture

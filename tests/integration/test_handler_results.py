@@ -9,6 +9,7 @@ import pytest
 
 from common.errors import EpisodeError
 from common.outcomes import Outcome
+from common.settings import Settings
 from tests.integration.world import World
 from workers.eval import Eval
 from workers.init import Init
@@ -36,7 +37,7 @@ def test_wrong_result_fails_the_attempt_and_names_both_types(
 ) -> None:
     handler: Any = Returning(value)
     (wakeup, other) = world.feed(1)
-    init = Init(world.database, handler=lambda name: handler, backend=open_backend(tmp_path))
+    init = Init(world.database, handler=lambda name: handler, backend=open_backend(Settings(data_dir=tmp_path)))
     with pytest.raises(EpisodeError) as refused:
         init(world.must_claim(wakeup))
     assert refused.value.outcome is Outcome.HANDLER_FAILED

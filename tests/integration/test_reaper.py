@@ -18,13 +18,11 @@ from common.outcomes import Outcome
 from common.settings import Settings
 from tests.integration.world import World
 from workers.reaper import Reaper
-from workers.sandbox.protocol import SandboxSession
+from workers.sandbox.protocol import OPEN, SandboxSession, SandboxSpec
 
 
 class StubbornBackend:
     """Keeps one sandbox, whatever it is told."""
-
-    name = "stubborn"
 
     def __init__(self, kept: str) -> None:
         self._kept = kept
@@ -33,11 +31,17 @@ class StubbornBackend:
     def handle(self, episode_id: int, attempt: int) -> str:
         return f"{episode_id}-{attempt}"
 
-    def create(self, handle: str, files: Mapping[str, str]) -> None:
+    def choose(self, spec: SandboxSpec) -> SandboxSpec:
         raise NotImplementedError
 
-    def attach(self, handle: str) -> SandboxSession:
+    def create(self, handle: str, files: Mapping[str, str], spec: SandboxSpec = OPEN) -> None:
         raise NotImplementedError
+
+    def attach(self, handle: str, spec: SandboxSpec = OPEN) -> SandboxSession:
+        raise NotImplementedError
+
+    def sweep(self) -> None:
+        """Nothing is orphaned."""
 
     def destroy(self, handle: str) -> None:
         if handle == self._kept:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
-from pydantic import JsonValue
+from pydantic import EngineHttp, JsonValue
 from sqlalchemy import text
 
 from common.config import RenderConfig, RolloutConfig, RunConfig, TrainConfig
@@ -24,7 +24,8 @@ from tests.integration.world import World
 from tests.unit.workers.model_families import QWEN
 from trainer.loop import account, prepare
 from trainer.samples import Sample
-from workers.engine_client import EngineClient, Json
+from workers.engine_client import EngineClient
+from workers.engine_http import EngineHttp, Json
 from workers.engine_pool import EnginePool
 from workers.handlers.base import Compacts, Prepared, Score
 from workers.render import Call, Renderer, split_samples
@@ -93,20 +94,20 @@ class Wire:
             raise Killed
 
 
-class TappedClient(EngineClient):
+class TappedHttp(EngineHttp):
     """Keeps the ids of all requests that were answered."""
 
     def __init__(self, wire: Wire) -> None:
-        super().__init__(timeout_s=30)
+        super().__init__()
         self.wire = wire
 
-    async def _send(
+    async def send(
         self, method: str, url: str, path: str, *, timeout_s: float, body: Json | None = None
     ) -> tuple[int, bytes]:
         if path != GENERATE or body is None:
-            return await super()._send(method, url, path, timeout_s=timeout_s, body=body)
+            return await super().send(method, url, path, timeout_s=timeout_s, body=body)
         self.wire.may_kill("before each request")
-        status, raw = await super()._send(method, url, path, timeout_s=timeout_s, body=body)
+        status, raw = await super().send(method, url, path, timeout_s=timeout_s, body=body)
         self.wire.may_kill("after each answer")
         sent, returned = json.loads(json.dumps(body))["token_ids"], json.loads(raw)["choices"][0]["token_ids"]
         self.wire.calls.append(Call(prompt_ids=tuple(sent), sampled_ids=tuple(returned)))
@@ -145,7 +146,7 @@ class Fleet:
             claim = self.world.must_claim(wakeup, lease_s=-1)
             row = EngineRow(id=1, url=self.engine.url, run_id=claim.run_id, state=EngineState.SERVING, version=0)
             try:
-                async with TappedClient(wire) as client:
+                async with EngineClient(timeout_s=30, http=TappedHttp(wire)) as client:
                     done = await Run(
                         database=self.world.database,
                         engines=EnginePool(client, lambda run_id, row=row: [row], wait_s=10),

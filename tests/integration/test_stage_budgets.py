@@ -96,7 +96,7 @@ class Stages:
         self.sent: list[Wakeup] = []
         renderer = Renderer.from_folder(MODEL)
         self.engine = Saying(renderer)
-        backend = open_backend(settings.data_dir)
+        backend = open_backend(settings)
         threads = StageThreads("stage")
         init = Init(world.database, handler=lambda name: handler, backend=backend)  # type: ignore[arg-type,return-value]
         evaluate = Eval(handler=lambda name: handler)  # type: ignore[arg-type,return-value]

@@ -13,6 +13,8 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
 
+import torch
+
 from common.errors import RollmillError
 from workers.engine.model import Model, Weights
 from workers.engine.request import FinishReason, Request
@@ -60,6 +62,9 @@ class Load:
     """Since the start."""
     cache_usage: float
     """Share of the KV cache's positions in use, 0..1."""
+    running_adapters: frozenset[str]
+    """Names of the adapters that the requests of the batch have."""
+    waiting_adapters: frozenset[str]
 
 
 class Batch:
@@ -138,6 +143,8 @@ class Batch:
             num_prompt_tokens=self._num_prompt_tokens,
             num_generated_tokens=self._num_generated_tokens,
             cache_usage=used / (self._model.num_slots * self._model.max_model_len),
+            running_adapters=frozenset(r.adapter.name for r in self._running if r.adapter),
+            waiting_adapters=frozenset(r.adapter.name for r in self._waiting if r.adapter),
         )
 
     def open_futures(self) -> list[Future[Any]]:
@@ -165,7 +172,7 @@ class Batch:
     def _step(self) -> None:
         self._prefill()
         running = self._running
-        logits_NV = self._model.decode([r.ids[-1] for r in running], [len(r.ids) - 1 for r in running])
+        logits_NV = self._decode()
         for row, request in enumerate(running):
             if request.must_go_on:
                 logits_NV[row, list(request.stop_ids)] = -math.inf
@@ -183,18 +190,44 @@ class Batch:
         for request, why in leaving:
             self._leave(request, why)
 
+    def _decode(self) -> torch.Tensor:
+        """[N, V] logits of everybody's next token; those that have the same weights are decoded together."""
+        groups = self._rows_by_weights()
+        parts = [
+            self._model.decode(
+                rows,
+                [self._running[row].ids[-1] for row in rows],
+                [len(self._running[row].ids) - 1 for row in rows],
+                weights=weights,
+            )
+            for weights, rows in groups
+        ]
+        if len(parts) == 1:
+            return parts[0]
+        order = torch.tensor([row for _, rows in groups for row in rows])
+        return torch.cat(parts)[order.argsort()]
+
+    def _rows_by_weights(self) -> list[tuple[Weights, list[int]]]:
+        groups: dict[int, tuple[Weights, list[int]]] = {}
+        for row, request in enumerate(self._running):
+            weights = self._model.weights if request.adapter is None else request.adapter.weights
+            groups.setdefault(id(weights), (weights, []))[1].append(row)
+        return list(groups.values())
+
     def _prefill(self) -> None:
         """Compute the keys and values of all positions before the last, for requests that lack them.
 
         Sorted by length, so that little of a pass is padding. The last position is decoded with everyone else's.
         """
-        lacking = [(len(r.ids) - 1, row) for row, r in enumerate(self._running) if r.num_cached < len(r.ids) - 1]
-        lacking.sort(reverse=True)
-        while lacking:
-            num_rows = max(1, _PREFILL_TOKENS // lacking[0][0])
-            rows = [row for _, row in lacking[:num_rows]]
-            self._model.prefill(rows, [self._running[row].ids[:-1] for row in rows])
-            del lacking[:num_rows]
+        for weights, group in self._rows_by_weights():
+            lengths = [(len(self._running[row].ids) - 1, row) for row in group]
+            lacking = [(length, row) for length, row in lengths if self._running[row].num_cached < length]
+            lacking.sort(reverse=True)
+            while lacking:
+                num_rows = max(1, _PREFILL_TOKENS // lacking[0][0])
+                rows = [row for _, row in lacking[:num_rows]]
+                self._model.prefill(rows, [self._running[row].ids[:-1] for row in rows], weights=weights)
+                del lacking[:num_rows]
 
     def _leave(self, request: Request, reason: FinishReason | None) -> None:
         """Take a request out, and let the last one of the batch move into its slot."""

@@ -88,7 +88,7 @@ def read_tensors(folder: Path, shapes: Shapes) -> dict[str, Tensor]:
     Raises WeightsDamaged that names the difference: a file unlike its manifest entry (where the folder has a
     manifest), a missing, unknown or doubled tensor, another shape, no float type, a NaN or infinite value.
     """
-    manifest = _verified_manifest(folder)
+    manifest = verified_manifest(folder)
     paths = sorted(folder.glob("*.safetensors"))
     if not paths:
         raise WeightsDamaged(f"{folder} has no *.safetensors file")
@@ -131,7 +131,7 @@ def _checked(path: Path, shapes: Shapes, manifest: Manifest | None) -> Iterator[
             yield name, tensor
 
 
-def _verified_manifest(folder: Path) -> Manifest | None:
+def verified_manifest(folder: Path) -> Manifest | None:
     """The folder's manifest with all its files checked; None for a folder without one, such as a base model."""
     path = folder / MANIFEST
     if not path.exists():

@@ -105,7 +105,7 @@ class Model:
         self._cos_CH: Tensor = cos[0]
         self._sin_CH: Tensor = sin[0]
 
-    def prefill(self, slots: list[int], ids: list[list[int]]) -> None:
+    def prefill(self, slots: list[int], ids: list[list[int]], *, weights: Weights) -> None:
         """Write the keys and values of whole sequences from position 0; `ids[i]` goes to `slots[i]`.
 
         Shorter sequences are padded on the right, where causal attention never looks back at the padding and
@@ -115,42 +115,44 @@ class Model:
         slots_N = torch.tensor(slots)
         ids_NT = torch.tensor([sequence + [0] * (length - len(sequence)) for sequence in ids])
         cos, sin = self._cos_CH[:length, None], self._sin_CH[:length, None]
-        x_NTD = F.embedding(ids_NT, self.weights.embedding_VD)
-        for index, layer in enumerate(self.weights.layers):
+        x_NTD = F.embedding(ids_NT, weights.embedding_VD)
+        for index, layer in enumerate(weights.layers):
             q, k, v = self._project(layer, x_NTD, cos, sin)
             q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
             self._keys[index][slots_N, :, :length] = k
             self._values[index][slots_N, :, :length] = v
             # Nothing reads the last layer's output: the first new token comes out of `decode`.
-            if index < len(self.weights.layers) - 1:
+            if index < len(weights.layers) - 1:
                 mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
                 x_NTD = self._finish(layer, x_NTD, mixed.transpose(1, 2).flatten(2))
 
-    def decode(self, ids: list[int], positions: list[int]) -> Tensor:
-        """Logits (N, V) after one more token in slots 0..N-1: `ids[i]` stands at `positions[i]` of slot i.
+    def decode(self, slots: list[int], ids: list[int], positions: list[int], *, weights: Weights) -> Tensor:
+        """Logits (N, V) after one more token in these slots: `ids[i]` stands at `positions[i]` of `slots[i]`.
 
-        All earlier positions of these slots must have been written.
+        All earlier positions of these slots must have been written. It is faster where they are 0..N-1.
         """
         num_rows, length = len(ids), max(positions) + 1
-        rows_N, positions_N = torch.arange(num_rows), torch.tensor(positions)
+        rows_N, positions_N = torch.tensor(slots), torch.tensor(positions)
+        # Seen in place where it can be: picked rows are a copy of the cache.
+        seen = slice(num_rows) if slots == list(range(num_rows)) else rows_N
         hidden = torch.arange(length) > positions_N[:, None]
         mask = torch.zeros(hidden.shape).masked_fill_(hidden, -torch.inf)[:, None, None]
         cos, sin = self._cos_CH[positions_N, None], self._sin_CH[positions_N, None]
-        x_ND = F.embedding(torch.tensor(ids), self.weights.embedding_VD)
-        for index, layer in enumerate(self.weights.layers):
+        x_ND = F.embedding(torch.tensor(ids), weights.embedding_VD)
+        for index, layer in enumerate(weights.layers):
             q, k, v = self._project(layer, x_ND, cos, sin)
             keys, values = self._keys[index], self._values[index]
             keys[rows_N, :, positions_N] = k
             values[rows_N, :, positions_N] = v
-            # Query heads that share a key head become its query positions: no copy of the cache is made.
+            # Query heads that share a key head become its query positions: no copy of the cache is made for it.
             mixed = F.scaled_dot_product_attention(
                 q.view(num_rows, self._num_kv_heads, -1, self._head_size),
-                keys[:num_rows, :, :length],
-                values[:num_rows, :, :length],
+                keys[seen, :, :length],
+                values[seen, :, :length],
                 attn_mask=mask,
             )
             x_ND = self._finish(layer, x_ND, mixed.flatten(1))
-        return F.linear(self._norm(x_ND, self.weights.norm_D), self.weights.head_VD)
+        return F.linear(self._norm(x_ND, weights.norm_D), weights.head_VD)
 
     def move(self, source: int, target: int, *, length: int) -> None:
         """Copy the first `length` positions of a slot to another, so that the batch stays without holes."""

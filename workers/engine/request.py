@@ -7,6 +7,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from enum import StrEnum
 
+from workers.engine.adapters import Adapter
 from workers.engine.sampling import SamplingParams
 
 
@@ -57,7 +58,10 @@ class Request:
         *,
         eos_ids: frozenset[int],
         max_model_len: int,
+        adapter: Adapter | None = None,
     ) -> None:
+        self.adapter = adapter
+        """What it is decoded with to its end; None = the engine's own weights, whichever these are."""
         self.request_id = request_id
         self.params = params
         self.future: Future[Completion] = Future()

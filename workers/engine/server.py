@@ -14,6 +14,8 @@ from aiohttp import web
 from transformers import Qwen3Config
 
 from common.errors import RollmillError
+from common.weights import WeightsDamaged
+from workers.engine.adapters import Adapter, merge_adapter
 from workers.engine.batch import Batch, PauseMode
 from workers.engine.checkpoint import Shapes, read_tensors
 from workers.engine.decoding import DecodingThread, EngineDead
@@ -23,7 +25,9 @@ from workers.engine.wire import (
     AbortBody,
     BadRequest,
     GenerateBody,
+    LoadAdapterBody,
     RpcBody,
+    UnloadAdapterBody,
     VersionBody,
     check_ids,
     completion_body,
@@ -64,6 +68,8 @@ class Routes:
         self._max_model_len = model.max_model_len
         self._created = int(time.time())
         self._loading = asyncio.Lock()
+        self._adapters: dict[str, Adapter] = {}
+        """By name; those that are unloaded live on in the requests that have them."""
 
     def app(self) -> web.Application:
         app = web.Application(middlewares=[_errors_as_json], client_max_size=_MAX_BODY_BYTES)
@@ -79,6 +85,8 @@ class Routes:
         app.router.add_post("/update_weight_version", self.update_weight_version)
         app.router.add_get("/weight_info", self.weight_info)
         app.router.add_post("/reset_prefix_cache", self.reset_prefix_cache)
+        app.router.add_post("/v1/load_lora_adapter", self.load_lora_adapter)
+        app.router.add_post("/v1/unload_lora_adapter", self.unload_lora_adapter)
         return app
 
     async def _call(self, action: Callable[[Batch], T]) -> T:
@@ -97,7 +105,11 @@ class Routes:
             "parent": None,
             "max_model_len": self._max_model_len,
         }
-        return web.json_response({"object": "list", "data": [card]})
+        adapters = [
+            card | {"id": adapter.name, "root": str(adapter.folder), "parent": self._model_name}
+            for adapter in self._adapters.values()
+        ]
+        return web.json_response({"object": "list", "data": [card, *adapters]})
 
     async def metrics(self, _: web.Request) -> web.Response:
         load = await self._call(lambda batch: batch.load())
@@ -110,12 +122,16 @@ class Routes:
         )
         labels = f'{{engine="0",model_name={json.dumps(self._model_name)}}}'
         lines = [f"# TYPE vllm:{name} {kind}\nvllm:{name}{labels} {value}\n" for name, kind, value in rows]
+        waiting, running = (",".join(sorted(names)) for names in (load.waiting_adapters, load.running_adapters))
+        in_use = f'waiting_lora_adapters="{waiting}",running_lora_adapters="{running}"'
+        lines.append(f"# TYPE vllm:lora_requests_info gauge\nvllm:lora_requests_info{{{in_use}}} {time.time()}\n")
         return web.Response(text="".join(lines))
 
     async def generate(self, http: web.Request) -> web.Response:
         """Answers when the request is finished or aborted; a client that goes away aborts it."""
         body = parse(GenerateBody, await http.read())
-        if body.model not in (None, self._model_name):
+        adapter = self._adapters.get(body.model or "")
+        if adapter is None and body.model not in (None, self._model_name):
             return _error(404, f"The model `{body.model}` does not exist; this engine serves `{self._model_name}`")
         check_ids(body, vocab_size=self._vocab_size, max_model_len=self._max_model_len)
         request = Request(
@@ -124,6 +140,7 @@ class Routes:
             body.sampling_params,
             eos_ids=self._eos_ids,
             max_model_len=self._max_model_len,
+            adapter=adapter,
         )
         try:
             completion = await asyncio.wrap_future(self._decoding.submit(request))
@@ -133,7 +150,7 @@ class Routes:
         answer = completion_body(
             completion,
             request_id=request.request_id,
-            model=self._model_name,
+            model=adapter.name if adapter else self._model_name,
             with_logprobs=body.sampling_params.logprobs is not None,
         )
         return web.json_response(answer)
@@ -188,6 +205,31 @@ class Routes:
 
     def _read_weights(self, folder: Path) -> Weights:
         return fuse(self._config, read_tensors(folder, self._shapes))
+
+    async def load_lora_adapter(self, http: web.Request) -> web.Response:
+        """Nothing waits for it: the adapter is merged beside the decoding, into the weights of the start folder."""
+        body = parse(LoadAdapterBody, await http.read())
+        folder = Path(body.lora_path)
+        async with self._loading:
+            if body.lora_name in (self._model_name, *self._adapters):
+                raise BadRequest(f"lora_name: {body.lora_name} has already been loaded")
+            try:
+                weights = await asyncio.to_thread(self._read_merged, folder)
+            except WeightsDamaged as error:
+                logger.warning("adapter refused name=%s reason=%s", body.lora_name, error)
+                return _error(500, str(error))
+            self._adapters[body.lora_name] = Adapter(name=body.lora_name, folder=folder, weights=weights)
+        logger.info("adapter loaded name=%s", body.lora_name)
+        return web.Response(text=f"Success: LoRA adapter '{body.lora_name}' added successfully.")
+
+    def _read_merged(self, folder: Path) -> Weights:
+        return fuse(self._config, merge_adapter(folder, read_tensors(self._folder, self._shapes)))
+
+    async def unload_lora_adapter(self, http: web.Request) -> web.Response:
+        name = parse(UnloadAdapterBody, await http.read()).lora_name
+        if self._adapters.pop(name, None) is None:
+            return _error(404, f"The lora adapter '{name}' cannot be found.")
+        return web.Response(text=f"Success: LoRA adapter '{name}' removed successfully.")
 
     async def update_weight_version(self, http: web.Request) -> web.Response:
         body = parse(VersionBody, await http.read())

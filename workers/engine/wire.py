@@ -28,7 +28,7 @@ class GenerateBody(BaseModel):
     request_id: str | None = None
     """None: made up."""
     model: str | None = None
-    """None: the one that is served."""
+    """The served one's name, or an adapter's; None: the served one."""
     stream: Literal[False] = False
 
 
@@ -56,6 +56,23 @@ class VersionBody(BaseModel):
     model_config = ConfigDict(frozen=True, strict=True)
 
     new_version: str
+
+
+class LoadAdapterBody(BaseModel):
+    """POST /v1/load_lora_adapter."""
+
+    model_config = ConfigDict(frozen=True, strict=True)
+
+    lora_name: str
+    lora_path: str
+
+
+class UnloadAdapterBody(BaseModel):
+    """POST /v1/unload_lora_adapter."""
+
+    model_config = ConfigDict(frozen=True, strict=True)
+
+    lora_name: str
 
 
 def parse(kind: type[Body], raw: bytes) -> Body:

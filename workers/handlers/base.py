@@ -36,6 +36,8 @@ class Prepared(Frozen):
     files: dict[str, str] = Field(default_factory=dict)
     """Relative path -> text, put into the sandbox before the first turn."""
     needs_sandbox: bool = False
+    image: str | None = None
+    """Image of Docker or Podman that the task's sandbox needs, with bash and python3; None = the run's choice."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,55 +1,163 @@
-"""Sandboxes that are a folder and walls around it: chosen once by each process that makes or uses them."""
+"""The sandboxes of a node, of each kind: chosen by the task, else its run, else the node's settings."""
 
 from __future__ import annotations
 
 import logging
 import os
+import threading
+import time
 from collections.abc import Mapping
-from pathlib import Path
 
+from common.config import SandboxKind
+from common.errors import EpisodeError, SetupError
+from common.outcomes import Outcome
+from common.settings import Settings
 from workers.sandbox.bubblewrap import Bubblewrap
+from workers.sandbox.container_engine import ContainerEngine
+from workers.sandbox.containers import Containers
 from workers.sandbox.folder import SandboxFolders
-from workers.sandbox.protocol import Backend, SandboxSession
+from workers.sandbox.process_server import ProcessServer, Walls
+from workers.sandbox.protocol import OPEN, Backend, SandboxSession, SandboxSpec
 from workers.sandbox.restricted import Restricted
-from workers.sandbox.session import Session, Walls
+from workers.sandbox.session import Session
 
 logger = logging.getLogger(__name__)
+
+SWEEP_EVERY_S = 30.0
 
 
 class FolderBackend:
     """The backend for any kind of walls: another process may use other walls around the same folder."""
 
     def __init__(self, folders: SandboxFolders, walls: Walls) -> None:
-        self.name = walls.name
         self._folders = folders
         self._walls = walls
+
+    def choose(self, spec: SandboxSpec) -> SandboxSpec:
+        if spec.image is not None:
+            raise EpisodeError(
+                Outcome.SANDBOX_FAILED,
+                f"image {spec.image} is of no use to {self._walls.name}: set ROLLMILL_SANDBOX=docker, or sandbox.kind "
+                "of the run",
+            )
+        return SandboxSpec(kind=self._walls.name)
 
     def handle(self, episode_id: int, attempt: int) -> str:
         return f"{episode_id}-{attempt}"
 
-    def create(self, handle: str, files: Mapping[str, str]) -> None:
+    def create(self, handle: str, files: Mapping[str, str], spec: SandboxSpec = OPEN) -> None:
         self._folders.create(handle, files)
 
-    def attach(self, handle: str) -> SandboxSession:
+    def attach(self, handle: str, spec: SandboxSpec = OPEN) -> SandboxSession:
         self._folders.require(handle)
-        return Session(self._folders, handle, self._walls)
+        return Session(self._folders, handle, lambda: ProcessServer(self._walls, self._folders, handle))
 
     def destroy(self, handle: str) -> None:
         self._folders.destroy(handle)
 
+    def sweep(self) -> None:
+        """Nothing: its processes end with their worker, and each has a record."""
 
-def open_backend(data_dir: Path) -> Backend:
-    """Bubblewrap where it works, else limits without walls and a loud warning. Sandboxes lie below `data_dir`."""
-    folders = SandboxFolders.below(data_dir)
-    probe = f"0-{os.getpid()}"  # no episode has number 0
-    folders.create(probe, {})
-    trouble = Bubblewrap().trouble(folders.path(probe))
-    folders.destroy(probe)
-    if trouble is None:
-        return FolderBackend(folders, Bubblewrap())
+
+class NodeBackend:
+    """All kinds of sandboxes; one that nobody asks for is not opened."""
+
+    def __init__(self, folders: SandboxFolders, given: Settings) -> None:
+        self._folders = folders
+        self._settings = given
+        self._lock = threading.Lock()
+        self._opened: dict[SandboxKind, Backend] = {}
+        self._next_sweep = 0.0
+        self.default: SandboxKind = self._usual() if given.sandbox == "auto" else given.sandbox
+        """The kind where nobody names one."""
+
+    def _usual(self) -> SandboxKind:
+        trouble = self._trouble()
+        if trouble is None:
+            return "bubblewrap"
+        logger.warning(
+            "NO SANDBOX: %s. Commands of agents run with your files and your network in reach. Install bubblewrap "
+            "(Debian: apt-get install bubblewrap) before you let an agent that you do not trust run commands",
+            trouble,
+        )
+        return "restricted"
+
+    def _trouble(self) -> str | None:
+        probe = f"0-{os.getpid()}"  # no episode has number 0
+        self._folders.create(probe, {})
+        try:
+            return Bubblewrap().trouble(self._folders.path(probe))
+        finally:
+            self._folders.destroy(probe)
+
+    def check(self) -> None:
+        """See at the start that the kind of the settings can work. Raises SetupError."""
+        if self._settings.sandbox == "bubblewrap" and (trouble := self._trouble()) is not None:
+            raise SetupError(f"ROLLMILL_SANDBOX=bubblewrap: {trouble}; see rollmill sandbox doctor")
+        if self._settings.sandbox == "restricted":
+            _warn("ROLLMILL_SANDBOX=restricted")
+
+    def choose(self, spec: SandboxSpec) -> SandboxSpec:
+        kind = spec.kind or ("docker" if spec.image is not None and self._settings.sandbox == "auto" else self.default)
+        return self._of(kind).choose(spec)
+
+    def handle(self, episode_id: int, attempt: int) -> str:
+        return f"{episode_id}-{attempt}"
+
+    def create(self, handle: str, files: Mapping[str, str], spec: SandboxSpec = OPEN) -> None:
+        self._of(spec.kind or self.default).create(handle, files, spec)
+
+    def attach(self, handle: str, spec: SandboxSpec = OPEN) -> SandboxSession:
+        return self._of(spec.kind or self.default).attach(handle, spec)
+
+    def destroy(self, handle: str) -> None:
+        # Whatever kind it is: records say what belongs to it.
+        containers = self._containers()
+        (self._folders if containers is None else containers).destroy(handle)
+
+    def sweep(self) -> None:
+        """At most every SWEEP_EVERY_S."""
+        containers = self._containers()
+        if containers is not None and time.monotonic() >= self._next_sweep:
+            self._next_sweep = time.monotonic() + SWEEP_EVERY_S
+            containers.sweep()
+
+    def _containers(self) -> Backend | None:
+        """Where containers have been used with this data folder."""
+        return self._of("docker") if (self._folders.root.parent / "sandbox-containers").is_dir() else None
+
+    def _of(self, kind: SandboxKind) -> Backend:
+        with self._lock:
+            if kind not in self._opened:
+                self._opened[kind] = self._open(kind)
+            return self._opened[kind]
+
+    def _open(self, kind: SandboxKind) -> Backend:
+        if kind == "docker":
+            given = self._settings
+            return Containers(
+                self._folders,
+                ContainerEngine(given.docker_url),
+                image=given.sandbox_image,
+                pull=given.sandbox_pull,
+                runtime=given.sandbox_runtime,
+                num_starts=given.sandbox_starts,
+            )
+        if kind == "restricted" and self.default != "restricted":
+            _warn("a run's sandbox.kind")
+        return FolderBackend(self._folders, Bubblewrap() if kind == "bubblewrap" else Restricted())
+
+
+def _warn(why: str) -> None:
     logger.warning(
-        "NO SANDBOX: %s. Commands of agents run with your files and your network in reach. Install bubblewrap "
-        "(Debian: apt-get install bubblewrap) before you let an agent that you do not trust run commands",
-        trouble,
+        "NO SANDBOX: %s asks for commands without walls, with your files and your network in reach. Only for commands "
+        "that you trust",
+        why,
     )
-    return FolderBackend(folders, Restricted())
+
+
+def open_backend(given: Settings) -> NodeBackend:
+    """The node's sandboxes, below its data folder. Raises SetupError for a kind that was named and can't work."""
+    backend = NodeBackend(SandboxFolders.below(given.data_dir), given)
+    backend.check()
+    return backend

@@ -14,6 +14,7 @@ import subprocess
 from contextlib import ExitStack, suppress
 from pathlib import Path
 
+from common.config import SandboxKind
 from common.errors import EpisodeError
 from workers.sandbox import seccomp
 from workers.sandbox.folder import AGENT_UID
@@ -56,7 +57,7 @@ Bubblewrap's own file systems in memory have no limit to the number of files, ea
 class Bubblewrap:
     """One set of namespaces for a session's commands."""
 
-    name = "bubblewrap"
+    name: SandboxKind = "bubblewrap"
 
     def __init__(self, limits: Limits | None = None) -> None:
         self.limits = limits or Limits()
@@ -90,7 +91,7 @@ class Bubblewrap:
     def _server(self, stream: socket.socket) -> tuple[str, ...]:
         # Counted in the sandbox's own user namespace, and so for it alone.
         most = self.limits.num_processes
-        config = server_config(self.limits, state_folder=_STATE, has_disk=True, kernel_processes=most)
+        config = server_config(self.limits, state_folder=_STATE, disks=("/workspace",), kernel_processes=most)
         return (server_python() or "python3", "-I", "-S", _SERVER, str(stream.fileno()), str(stream.fileno()), config)
 
     def trouble(self, folder: Path) -> str | None:

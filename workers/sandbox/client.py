@@ -9,6 +9,8 @@ import asyncio
 import json
 import socket
 import struct
+from collections.abc import Callable
+from typing import Protocol
 
 from common.errors import RollmillError
 from workers.sandbox.protocol import ExecResult, Limit, Limits
@@ -23,19 +25,39 @@ class ServerLost(RollmillError):
     """The server has ended, does not answer, or answers nonsense."""
 
 
+class Reader(Protocol):
+    """What comes from the server."""
+
+    async def readexactly(self, n: int) -> bytes:
+        """Raises asyncio.IncompleteReadError at the end of the stream."""
+        ...
+
+
+def _plain(reader: Reader) -> Reader:
+    return reader
+
+
 class CommandClient:
     """One connection to a server; one command at a time."""
 
-    def __init__(self, stream: socket.socket, limits: Limits) -> None:
+    def __init__(self, stream: socket.socket, limits: Limits, *, unwrap: Callable[[Reader], Reader] = _plain) -> None:
+        """`unwrap` takes the server's bytes out of what the connection carries."""
         self._stream = stream
         self._limits = limits
+        self._unwrap = unwrap
         self._num_requests = 0
-        self._reader: asyncio.StreamReader | None = None
+        self._reader: Reader | None = None
         self._writer: asyncio.StreamWriter | None = None
 
-    async def connect(self, *, timeout_s: float) -> None:
-        """Wait until the server is ready. Raises ServerLost."""
-        self._reader, self._writer = await asyncio.open_connection(sock=self._stream)
+    async def connect(self, *, timeout_s: float, first: bytes = b"") -> None:
+        """Wait until the server is ready. Raises ServerLost.
+
+        `first`: what is sent before anything is expected.
+        """
+        reader, self._writer = await asyncio.open_connection(sock=self._stream)
+        self._reader = self._unwrap(reader)
+        if first:
+            self._writer.write(first)
         header, _ = await self._reply(timeout_s)
         if header != {"ready": True}:
             raise ServerLost(f"the command server begins with {header!r:.100}")

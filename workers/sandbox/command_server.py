@@ -39,6 +39,7 @@ KILL_WAIT_S = 5.0
 NICENESS = 5
 """So that commands do not keep the worker itself waiting."""
 NO_SHELL = 126
+OUT_OF_MEMORY = ("/sys/fs/cgroup/memory.events", "/sys/fs/cgroup/memory/memory.oom_control")
 PR_SET_DUMPABLE, PR_SET_CHILD_SUBREAPER = 4, 36
 WHOLE = b"\n#whole\n"
 """Ends a saved state that was written to its end."""
@@ -147,6 +148,8 @@ class Command:
         self._request = request
         self._deadline = time.monotonic() + request["timeout_s"]
         self._cpu_before_s = _reaped_cpu_s()
+        self._killed_before = _killed_for_memory()
+        self._inodes_before = server.num_inodes()
         self._exit_code: int | None = None
         self._kept = bytearray()
         self._num_bytes = 0
@@ -161,6 +164,8 @@ class Command:
         finally:
             self._server.end_processes(self._reaped)
         self._drain()
+        if why is None and _killed_for_memory() > self._killed_before:
+            self._limit = "memory"
         limit = why if why is not None else (self._limit or self._server.full_disk())
         header = {
             "exit_code": None if why in ("time", "stopped") else 128 + signal.SIGKILL if why else self._exit_code,
@@ -236,12 +241,25 @@ class Command:
         cpu_s = sum(process.cpu_s for process in processes) + _reaped_cpu_s() - self._cpu_before_s
         if cpu_s > self._server.limits["cpu_s"]:
             return "cpu"
+        if self._server.has_too_many_files(self._inodes_before):
+            return "disk"
         most = self._server.limits["memory_bytes"]
         # Forked processes share pages, and each of them counts those as its own: ask for the parts, which is slow.
         over = sum(process.resident_bytes for process in processes) > most
         if over and sum(process.unshared_bytes() for process in processes) > most:
             return "memory"
         return None
+
+
+def _killed_for_memory() -> int:
+    """Processes that the kernel has ended at the limit of the sandbox's control group, where it sees one."""
+    for name in OUT_OF_MEMORY:
+        try:
+            with open(name) as file:
+                return sum(int(line.split()[1]) for line in file if line.startswith("oom_kill "))
+        except OSError:
+            continue
+    return 0
 
 
 def _reaped_cpu_s() -> float:
@@ -256,6 +274,8 @@ class Server:
         self.in_fd = in_fd
         self.out_fd = out_fd
         self.limits: dict[str, int] = config["limits"]
+        self._disks: list[str] = config["disks"]
+        """Folders of the file systems that are the sandbox's own."""
         self._folder = config["state_folder"]
         """For the shells' files; cleared before each command."""
         self._has_namespace = os.getpid() == 1
@@ -356,7 +376,12 @@ class Server:
             (resource.RLIMIT_MSGQUEUE, 0),
             (resource.RLIMIT_MEMLOCK, 64 << 10),
         ):
-            resource.setrlimit(name, (limit, limit))
+            try:
+                resource.setrlimit(name, (limit, limit))
+            except ValueError:
+                # gVisor has neither such queues nor a way to limit them.
+                if name != resource.RLIMIT_MSGQUEUE:
+                    raise
         if self.limits["kernel_processes"]:
             limit = self.limits["kernel_processes"]
             resource.setrlimit(resource.RLIMIT_NPROC, (limit, limit))
@@ -399,10 +424,19 @@ class Server:
 
     def full_disk(self) -> str | None:
         """`disk` when the sandbox can hold no byte or no file more."""
-        if not self.limits["has_disk"]:
-            return None
-        room = os.statvfs(self._home)
-        return "disk" if room.f_bfree == 0 or room.f_ffree == 0 else None
+        rooms = map(os.statvfs, self._disks)
+        full = any(room.f_bfree == 0 or (room.f_files and room.f_ffree == 0) for room in rooms)
+        return "disk" if full or self.has_too_many_files(0) else None
+
+    def num_inodes(self) -> int:
+        """Files of the sandbox where the kernel does not limit them; else 0."""
+        if not self.limits["num_inodes"]:
+            return 0
+        return sum(room.f_files - room.f_ffree for room in map(os.statvfs, self._disks))
+
+    def has_too_many_files(self, before: int) -> bool:
+        """Whether there are more files than there may be, and more than before: it must be possible to remove some."""
+        return self.num_inodes() > max(before, self.limits["num_inodes"])
 
     def processes(self) -> list[ProcStat]:
         """Those of the command."""

@@ -1,6 +1,6 @@
 """`python -m workers.sandbox.doctor`: which sandboxes work on this node, what keeps commands in, what is missing.
 
-Exit code 0 = commands of agents get walls here, 1 = they do not.
+Exit code 0 = commands of agents get walls here as the settings are, 1 = they do not.
 """
 
 from __future__ import annotations
@@ -17,9 +17,12 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from common.errors import SetupError
+from common.errors import EpisodeError, SetupError
+from common.settings import Settings, load_settings
 from workers.sandbox import seccomp
 from workers.sandbox.bubblewrap import Bubblewrap
+from workers.sandbox.container_engine import ContainerEngine
+from workers.sandbox.containers import GVISOR, Containers
 from workers.sandbox.folder import SandboxFolders
 from workers.sandbox.launching import PATH, server_python
 
@@ -40,9 +43,9 @@ class Finding:
     """How to get what is missing; empty = nothing is."""
 
 
-def backends(data_dir: Path) -> list[Finding]:
+def backends(given: Settings) -> list[Finding]:
     """Each kind of sandbox, tried where sandboxes will lie. Raises SetupError when nothing can lie there."""
-    folders = SandboxFolders.below(data_dir)
+    folders = SandboxFolders.below(given.data_dir)
     probe = f"0-{os.getpid()}"  # no episode has number 0
     folders.create(probe, {})
     try:
@@ -58,12 +61,49 @@ def backends(data_dir: Path) -> list[Finding]:
             means=f"{walls}; {calls}" if trouble is None else "agents' commands run without walls here",
             remedy="" if trouble is None else _remedy(trouble),
         ),
+        containers(folders, given),
         Finding(
             name="restricted",
-            state="works, used" if trouble is not None else "works, not used",
+            state=f"works, {'used' if _chosen(given, trouble) == 'restricted' else 'not used'}",
             means=f"limits only, as {'a user without rights' if os.geteuid() == 0 else 'YOUR OWN user'}; no walls",
         ),
     ]
+
+
+def _chosen(given: Settings, trouble: str | None) -> str:
+    """The kind that an episode gets when neither its task nor its run names one."""
+    return given.sandbox if given.sandbox != "auto" else "restricted" if trouble is not None else "bubblewrap"
+
+
+def containers(folders: SandboxFolders, given: Settings) -> Finding:
+    """Docker or Podman, whichever answers; with an image, one container is started."""
+    engine = ContainerEngine(given.docker_url)
+    backend = Containers(
+        folders, engine, image=given.sandbox_image, pull=given.sandbox_pull, runtime=given.sandbox_runtime
+    )
+    try:
+        facts = engine.facts()
+        rootless = ", rootless" if facts.is_rootless else ""
+        state = f"{facts.name}{rootless}, control groups v{facts.cgroup_version}, {facts.disk}"
+        if given.sandbox_image is not None:
+            backend.prove(given.sandbox_image)
+            state = f"works: {state}"
+    except EpisodeError as error:
+        return Finding(
+            name="docker",
+            state="does not work",
+            means="images by name, limits by the kernel, gVisor",
+            remedy=f"{error.detail}; apt-get install docker.io or podman (Debian, Ubuntu)",
+        )
+    finally:
+        backend.close()
+    gvisor = "gVisor: ROLLMILL_SANDBOX_RUNTIME=runsc" if GVISOR in facts.runtimes else "no gVisor (runsc)"
+    return Finding(
+        name="docker",
+        state=state,
+        means=f"images by name, own files, processes, network (none), limits by the kernel, calls filtered; {gvisor}",
+        remedy="" if given.sandbox_image is not None else "not tried: set ROLLMILL_SANDBOX_IMAGE",
+    )
 
 
 def _remedy(trouble: str) -> str:
@@ -105,7 +145,7 @@ def node() -> list[Finding]:
         Finding(
             name="gVisor",
             state=shutil.which("runsc", path=PATH) or "not installed",
-            means="a kernel of its own for each sandbox: no kind of sandbox of this version uses it",
+            means="a kernel of its own for each container, where the engine knows it",
         ),
     ]
 
@@ -121,7 +161,7 @@ def _cgroups() -> Finding:
     return Finding(
         name="control groups",
         state=state,
-        means="not used: memory and processor time are watched by the server, processes counted by the user namespace",
+        means="limits of containers by the kernel; not used by bubblewrap, where the server watches and counts",
     )
 
 
@@ -147,12 +187,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--data-dir", type=Path, required=True, help="below which sandboxes will lie")
     console = Console()
     try:
-        found = backends(parser.parse_args(argv).data_dir)
+        given = load_settings().model_copy(update={"data_dir": parser.parse_args(argv).data_dir})
+        found = backends(given)
     except SetupError as error:
         sys.stderr.write(f"rollmill sandbox doctor: {error}\n")
         return 2
     console.print(_table("sandboxes", found), _table("this node", node()))
-    works = found[0].state == "works"
+    by_name = {finding.name: finding for finding in found}
+    chosen = _chosen(given, None if by_name["bubblewrap"].state == "works" else by_name["bubblewrap"].state)
+    works = chosen != "restricted" and by_name[chosen].state.startswith("works")
     console.print(f"agents' commands get {'walls here' if works else 'NO WALLS here'}", highlight=False)
     return 0 if works else 1
 

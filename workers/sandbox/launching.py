@@ -6,6 +6,7 @@ import json
 import os
 import shutil
 import subprocess
+from collections.abc import Sequence
 from contextlib import ExitStack, suppress
 from functools import cache
 from pathlib import Path
@@ -51,16 +52,25 @@ def server_program() -> bytes:
     return done.stdout
 
 
-def server_config(limits: Limits, *, state_folder: str | None, has_disk: bool, kernel_processes: int) -> str:
+def server_config(
+    limits: Limits,
+    *,
+    state_folder: str | None,
+    disks: Sequence[str],
+    kernel_processes: int,
+    counts_files: bool = False,
+) -> str:
     """As the server reads it. `state_folder` None = it makes one.
 
-    `has_disk`: whether the sandbox's disk is its own. `kernel_processes`: how many processes the kernel lets the
-    commands' user have; 0 = as many as it likes.
+    `disks`: a folder of each file system that is the sandbox's own. `kernel_processes`: how many processes the
+    kernel lets the commands' user have; 0 = as many as it likes. `counts_files`: whether the server must limit the
+    number of files, since the file systems do not.
     """
     numbers = ("memory_bytes", "address_bytes", "num_processes", "cpu_s", "file_bytes", "num_files")
     chosen = {name: getattr(limits, name) for name in numbers}
-    chosen |= {"has_disk": has_disk, "kernel_processes": kernel_processes}
-    return json.dumps({"limits": chosen, "state_folder": state_folder})
+    chosen["kernel_processes"] = kernel_processes
+    chosen["num_inodes"] = limits.num_inodes if counts_files else 0
+    return json.dumps({"limits": chosen, "disks": list(disks), "state_folder": state_folder})
 
 
 class Remarks:

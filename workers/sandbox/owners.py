@@ -44,6 +44,11 @@ class Identity:
         """Whether it is, or was, in a process namespace that this process does not see into."""
         return self.boot != _boot()
 
+    @property
+    def is_alive(self) -> bool:
+        """Whether it has not ended; only where it is not foreign."""
+        return _started(self.pid) == self.started
+
     @contextmanager
     def handle(self) -> Iterator[int | None]:
         """A pidfd of this very process; None = it has ended."""

@@ -10,6 +10,9 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Protocol
 
+from common.config import SandboxKind
+from common.episode import Frozen
+
 
 class Limit(StrEnum):
     """A limit that a command met. It says something about the agent and is told to it; the sandbox is well."""
@@ -40,8 +43,13 @@ class Limits:
     """Of the whole sandbox, threads too."""
     cpu_s: int = 600
     """Processor time of one command, all its processes together."""
+    cpus: float = 2.0
+    """Processors that it may keep busy at once. Docker and Podman only: without a control group, commands are niced."""
     disk_bytes: int = 384 << 20
-    """Everything that commands write: in the folder, /tmp and /dev/shm together. It lies in memory."""
+    """Everything that commands write: in the folder, /tmp and /dev/shm together. It lies in memory.
+
+    Docker and Podman have one for each: the whole, a half, a quarter of it.
+    """
     num_inodes: int = 100_000
     """Files and folders that commands make."""
     file_bytes: int = 256 << 20
@@ -52,6 +60,19 @@ class Limits:
     """Output of a command that is kept, from the beginning."""
     written_bytes: int = 64 << 20
     """Output that ends the command: reading it takes processor time from everybody else."""
+
+
+class SandboxSpec(Frozen):
+    """Which sandbox an episode gets. INIT fills in what the task and the run leave open, and stores it for RUN."""
+
+    kind: SandboxKind | None = None
+    """None = as the node's ROLLMILL_SANDBOX says."""
+    image: str | None = None
+    """Image of `docker`; None = the node's ROLLMILL_SANDBOX_IMAGE, and no image for the other kinds."""
+
+
+OPEN = SandboxSpec()
+"""All is left to the node."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,28 +120,34 @@ class SandboxSession(Protocol):
 
 
 class Backend(Protocol):
-    """Makes and removes sandboxes of one kind. All but the sessions' `exec` block: call them from a thread."""
+    """Makes and removes sandboxes. All but the sessions' `exec` block: call them from a thread."""
 
-    @property
-    def name(self) -> str:
-        """What is stored with a handle."""
+    def choose(self, spec: SandboxSpec) -> SandboxSpec:
+        """The same with nothing left open. Raises EpisodeError when it makes no sense, or this node can't do it."""
         ...
 
     def handle(self, episode_id: int, attempt: int) -> str:
         """The name that a sandbox of this attempt has, made or not."""
         ...
 
-    def create(self, handle: str, files: Mapping[str, str]) -> None:
-        """Make the sandbox with these files (relative path -> text).
+    def create(self, handle: str, files: Mapping[str, str], spec: SandboxSpec = OPEN) -> None:
+        """Make the sandbox with these files (relative path -> text). `spec` as `choose` gave it.
 
         What an earlier try of the same attempt left behind is replaced. Raises EpisodeError.
         """
         ...
 
-    def attach(self, handle: str) -> SandboxSession:
-        """The sandbox of this handle, made by any process of this node. Raises EpisodeError if it is gone."""
+    def attach(self, handle: str, spec: SandboxSpec = OPEN) -> SandboxSession:
+        """The sandbox of this handle, with the spec it was created with, made by any process of this node.
+
+        Raises EpisodeError if it is gone.
+        """
         ...
 
     def destroy(self, handle: str) -> None:
         """Remove the sandbox and all it holds; does nothing if it is gone. Raises EpisodeError if it can't."""
+        ...
+
+    def sweep(self) -> None:
+        """Remove what nobody owns any more and no handle leads to. Raises EpisodeError."""
         ...

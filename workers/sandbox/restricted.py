@@ -8,6 +8,7 @@ import sys
 from contextlib import ExitStack
 from pathlib import Path
 
+from common.config import SandboxKind
 from workers.sandbox.folder import AGENT_UID
 from workers.sandbox.launching import PATH, Remarks, server_config, server_python, server_source
 from workers.sandbox.process import Launched, start
@@ -25,7 +26,7 @@ class Restricted:
     together, and only where they have a user of their own: else yours would count too.
     """
 
-    name = "restricted"
+    name: SandboxKind = "restricted"
 
     def __init__(self, limits: Limits | None = None) -> None:
         self.limits = limits or Limits()
@@ -33,7 +34,7 @@ class Restricted:
     def launch(self, folder: Path) -> Launched:
         user = AGENT_UID if os.geteuid() == 0 else None
         most = 0 if user is None else NUM_PROCESSES
-        config = server_config(self.limits, state_folder=None, has_disk=False, kernel_processes=most)
+        config = server_config(self.limits, state_folder=None, disks=(), kernel_processes=most)
         ours, theirs = socket.socketpair()
         remarks = Remarks()
         with ExitStack() as undo, theirs:

@@ -18,10 +18,10 @@ _ALLOW, _REFUSE, _KILL = 0x7FFF0000, 0x00050000, 0x80000000
 _X32 = 0x40000000
 """Bit of calls that x86-64 takes in a second numbering, around every rule."""
 
-_ARCHITECTURES = {"x86_64": (0xC000003E, 0), "aarch64": (0xC00000B7, 1)}
+ARCHITECTURES = {"x86_64": (0xC000003E, 0), "aarch64": (0xC00000B7, 1)}
 """Machine -> the kernel's number for it, and its column in the tables."""
 
-_NOT_PERMITTED = {
+NOT_PERMITTED = {
     # Other processes' memory and files. Namespaces keep the host's out; this keeps commands from their own server.
     "ptrace": (101, 117),
     "process_vm_readv": (310, 270),
@@ -78,7 +78,7 @@ _NOT_PERMITTED = {
     "ioperm": (173, None),
     "modify_ldt": (154, None),
 }
-_NOT_THERE = {
+NOT_THERE = {
     # Programs know what to do without: clone3's flags lie in memory, where no filter can look.
     "clone3": (435, 435),
     "io_uring_setup": (425, 425),
@@ -90,22 +90,22 @@ _NOT_THERE = {
     "shmget": (29, 194),
 }
 _SOCKET = (41, 198)
-_FAMILIES = (socket.AF_UNIX, socket.AF_INET, socket.AF_INET6, socket.AF_NETLINK)
+FAMILIES = (socket.AF_UNIX, socket.AF_INET, socket.AF_INET6, socket.AF_NETLINK)
 """Kinds of sockets that a network namespace holds in; AF_VSOCK, for one, reaches the machine's host from everywhere."""
 _IOCTL = (16, 29)
-_TIOCSTI, _TIOCLINUX = 0x5412, 0x541C
+TIOCSTI, TIOCLINUX = 0x5412, 0x541C
 """Type into a terminal that somebody else reads."""
 _PRLIMIT = (302, 261)
 
 
 def is_known() -> bool:
     """Whether there is a filter for this machine."""
-    return platform.machine() in _ARCHITECTURES
+    return platform.machine() in ARCHITECTURES
 
 
 def program() -> bytes:
     """The filter for this machine, as `bwrap --seccomp` reads it. Raises KeyError where `is_known` says no."""
-    architecture, column = _ARCHITECTURES[platform.machine()]
+    architecture, column = ARCHITECTURES[platform.machine()]
     code = [
         (_LOAD, 0, 0, _ARCHITECTURE),
         (_EQUAL, 1, 0, architecture),
@@ -114,17 +114,17 @@ def program() -> bytes:
         (_AT_LEAST, 0, 1, _X32),
         _refuse(errno.ENOSYS),
     ]
-    for calls, error in ((_NOT_PERMITTED, errno.EPERM), (_NOT_THERE, errno.ENOSYS)):
+    for calls, error in ((NOT_PERMITTED, errno.EPERM), (NOT_THERE, errno.ENOSYS)):
         for numbers in calls.values():
             number = numbers[column]
             if number is not None:
                 code += [(_EQUAL, 0, 1, number), _refuse(error)]
-    families = [(_EQUAL, len(_FAMILIES) - place, 0, family) for place, family in enumerate(_FAMILIES)]
+    families = [(_EQUAL, len(FAMILIES) - place, 0, family) for place, family in enumerate(FAMILIES)]
     code += _rule(_SOCKET[column], [(_LOAD, 0, 0, _FIRST_ARGUMENT), *families, _refuse(errno.EAFNOSUPPORT)])
     # A limit of another process: with it a command could break the server, and so throw a bad episode away.
     own = [(_LOAD, 0, 0, _FIRST_ARGUMENT), (_EQUAL, 1, 0, 0), _refuse(errno.EPERM)]
     code += _rule(_PRLIMIT[column], own)
-    typed = [(_LOAD, 0, 0, _SECOND_ARGUMENT), (_EQUAL, 1, 0, _TIOCSTI), (_EQUAL, 0, 1, _TIOCLINUX)]
+    typed = [(_LOAD, 0, 0, _SECOND_ARGUMENT), (_EQUAL, 1, 0, TIOCSTI), (_EQUAL, 0, 1, TIOCLINUX)]
     code += _rule(_IOCTL[column], [*typed, _refuse(errno.EPERM)])
     code.append((_RETURN, 0, 0, _ALLOW))
     return b"".join(struct.pack("HBBI", *instruction) for instruction in code)

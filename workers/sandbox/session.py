@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Callable
 from pathlib import Path
 from typing import Protocol
 
@@ -14,35 +15,41 @@ from common.errors import EpisodeError
 from common.outcomes import Outcome
 from workers.sandbox.client import MAX_COMMAND_BYTES, CommandClient, ServerLost
 from workers.sandbox.folder import SandboxFolders
-from workers.sandbox.owners import Record
-from workers.sandbox.process import Launched
-from workers.sandbox.protocol import ExecResult, Limits
+from workers.sandbox.protocol import ExecResult
 
 logger = logging.getLogger(__name__)
 
-START_TIMEOUT_S = 30.0
 
+class Server(Protocol):
+    """One start of a command server, and all that ends with it."""
 
-class Walls(Protocol):
-    """How a sandbox's commands are kept in."""
+    @property
+    def client(self) -> CommandClient:
+        """Its connection, once it is started."""
+        ...
 
-    name: str
-    limits: Limits
+    async def start(self, folder: Path) -> None:
+        """Start it around the folder and wait until it is ready. Raises ServerLost, EpisodeError."""
+        ...
 
-    def launch(self, folder: Path) -> Launched:
-        """Start a command server around the folder. Raises EpisodeError."""
+    async def end(self) -> None:
+        """End it, started or not. Raises EpisodeError when something of it is left."""
+        ...
+
+    def explain(self, why: str) -> str:
+        """Why it ended, in its own words where it said something."""
         ...
 
 
 class Session:
-    """`SandboxSession` of a folder with walls."""
+    """`SandboxSession` of a folder."""
 
-    def __init__(self, folders: SandboxFolders, handle: str, walls: Walls) -> None:
+    def __init__(self, folders: SandboxFolders, handle: str, make_server: Callable[[], Server]) -> None:
         self._folders = folders
         self._handle = handle
-        self._walls = walls
+        self._make_server = make_server
         self._lock = asyncio.Lock()
-        self._server: _Server | None = None
+        self._server: Server | None = None
         self._lost: str | None = None
         """Why there is no more server: what commands had changed went with it, so no other may take its place."""
 
@@ -64,10 +71,10 @@ class Session:
                 self._folders.require(self._handle)
                 raise EpisodeError(Outcome.SANDBOX_FAILED, f"sandbox {self._handle}: {self._lost}") from None
 
-    async def _start(self, folder: Path) -> _Server:
-        server = _Server(self._walls.launch(folder), self._walls.limits)
+    async def _start(self, folder: Path) -> Server:
+        server = self._make_server()
         try:
-            await server.start(self._folders, self._handle)
+            await server.start(folder)
         except ServerLost as error:
             await server.end()
             raise ServerLost(server.explain(str(error))) from None
@@ -92,34 +99,3 @@ class Session:
             return why
         await server.end()
         return server.explain(why)
-
-
-class _Server:
-    """A server's processes, its connection, and the record of them."""
-
-    def __init__(self, launched: Launched, limits: Limits) -> None:
-        self._launched = launched
-        self.client = CommandClient(launched.stream, limits)
-        self._record: Record | None = None
-
-    async def start(self, folders: SandboxFolders, handle: str) -> None:
-        """Wait until it is ready, and note whose it is before it does anything. Raises ServerLost, EpisodeError."""
-        await self.client.connect(timeout_s=START_TIMEOUT_S)
-        owned = self._launched.owned()
-        if owned is None:
-            raise ServerLost("the command server has ended")
-        self._record = folders.owners.record(handle, owned)
-        # A reaper that removed the folder before the record was there did not see these processes.
-        if not folders.exists(handle):
-            raise ServerLost("it was removed while it started")
-
-    async def end(self) -> None:
-        self.client.close()
-        await self._launched.end()
-        if self._record is not None:
-            self._record.remove()
-
-    def explain(self, why: str) -> str:
-        """Why it ended, in its own words where it said something."""
-        remarks = self._launched.remarks()
-        return f"{why}: {remarks:.300}" if remarks else why

@@ -12,6 +12,7 @@ from common.config import InFlight
 from common.episode import Sampled
 from common.errors import EpisodeError
 from common.outcomes import Outcome
+from common.weights import version_name
 from workers.engine_errors import ContextOverflow, EngineUnavailable
 from workers.engine_http import EngineHttp, Json, detail, json_object
 
@@ -44,6 +45,13 @@ class GenerateRequest:
     """The name that the engine serves; None = whichever."""
     run: str
     """Tokens of any other run's weights are refused."""
+    adapter: int | None = None
+    """The version of the run whose LoRA adapter to sample with; None = the engine's own weights."""
+
+    @property
+    def served_name(self) -> str | None:
+        """What to ask the engine for: the adapter, or the model."""
+        return self.model if self.adapter is None else version_name(self.run, self.adapter)
 
 
 class RouteMissing(EngineUnavailable):
@@ -63,6 +71,9 @@ class Wire(Protocol):
     async def resume(self) -> None: ...
     async def load_version(self, path: Path, name: str) -> None: ...
     async def update_weight_version(self, name: str) -> None: ...
+    async def load_adapter(self, path: Path, name: str) -> None: ...
+    async def unload_adapter(self, name: str) -> None: ...
+    async def adapters(self) -> dict[str, str]: ...
     async def abort(self, request_ids: Sequence[str]) -> int | None: ...
 
 

@@ -14,10 +14,10 @@ import time
 from pydantic import BaseModel, ConfigDict
 
 from common.episode import Sampled
-from common.weights import parse_version_name
+from common.weights import parse_version_name, version_name
 from workers.engine_errors import Unversioned
 from workers.engine_http import EngineHttp
-from workers.engine_reply import RawSampled, check_sampled, incomplete, parse_reply
+from workers.engine_reply import RawSampled, check_adapter, check_sampled, incomplete, parse_reply
 from workers.wires.base import Context, GenerateRequest
 from workers.wires.vllm import VllmWire
 
@@ -34,6 +34,8 @@ class Reply(BaseModel):
     model_config = ConfigDict(frozen=True)
 
     choices: list[Choice]
+    model: str | None = None
+    """The model's name, or that of the adapter that was asked for."""
 
 
 class Choice(BaseModel):
@@ -63,7 +65,7 @@ class CompletionsWire(VllmWire):
 
     async def generate(self, request: GenerateRequest, *, timeout_s: float) -> Sampled:
         max_tokens = await self._context.budget(request)
-        before = self._version_of(await self.weight_version(), request.run)
+        before = self._version_of(await self.weight_version(), request)
         body: dict[str, object] = {
             "request_id": request.request_id,
             "prompt": list(request.prompt_ids),
@@ -75,11 +77,11 @@ class CompletionsWire(VllmWire):
             "return_token_ids": True,
             "return_tokens_as_token_ids": True,
         }
-        if request.model is not None:
-            body["model"] = request.model
+        if request.served_name is not None:
+            body["model"] = request.served_name
         raw = await self.route.sample(COMPLETIONS, body, timeout_s=timeout_s)
         sampled = parse_completion(raw, request, version=before, engine=self.route.url)
-        after = self._version_of(await self._settled_version(), request.run)
+        after = self._version_of(await self._settled_version(request), request)
         if after < before:
             raise Unversioned(f"engine {self.route.url} went from version {before} to {after} under a request")
         return sampled
@@ -88,28 +90,38 @@ class CompletionsWire(VllmWire):
         # The number is the prompt's place in the request.
         return f"cmpl-{request_id}-0"
 
-    async def _settled_version(self) -> str:
-        """The weights' name; while it is no version's, as between two of them, ask again for a while."""
-        deadline = time.monotonic() + SETTLE_S
+    async def _settled_version(self, request: GenerateRequest) -> str:
+        """The weights' name; while it is no version's, as between two of them, ask again for a while.
+
+        Those under an adapter are never exchanged, so they are asked for but once.
+        """
+        deadline = time.monotonic() + (SETTLE_S if request.adapter is None else 0)
         while True:
             name = await self.weight_version()
             if parse_version_name(name) is not None or time.monotonic() > deadline:
                 return name
             await asyncio.sleep(SETTLE_PAUSE_S)
 
-    def _version_of(self, name: str, run: str) -> int:
+    def _version_of(self, name: str, request: GenerateRequest) -> int:
+        """The version that weights of this name, or the adapter over them, are."""
+        if request.adapter is not None:
+            wanted = version_name(request.run, request.adapter)
+            check_adapter(wanted, [name], wanted=wanted, engine=self.route.url)
+            return request.adapter
         served = parse_version_name(name)
-        if served is None or served[0] != run:
-            raise Unversioned(f"engine {self.route.url} serves weights {name!r}, not a version of {run}")
+        if served is None or served[0] != request.run:
+            raise Unversioned(f"engine {self.route.url} serves weights {name!r}, not a version of {request.run}")
         return served[1]
 
 
 def parse_completion(body: bytes, request: GenerateRequest, *, version: int, engine: str) -> Sampled:
     """What was sampled, checked whole. Raises as `workers.engine_reply.parse_sampled` does."""
-    choices = parse_reply(Reply, body, engine=engine).choices
-    if len(choices) != 1:
-        raise incomplete(engine, f"{len(choices)} choices for one prompt")
-    choice = choices[0]
+    reply = parse_reply(Reply, body, engine=engine)
+    if request.adapter is not None:
+        check_adapter(reply.model, (), wanted=version_name(request.run, request.adapter), engine=engine)
+    if len(reply.choices) != 1:
+        raise incomplete(engine, f"{len(reply.choices)} choices for one prompt")
+    choice = reply.choices[0]
     if choice.token_ids is None:
         raise incomplete(engine, "no ids, though return_token_ids was asked for")
     entries = choice.logprobs

@@ -61,6 +61,8 @@ class SglangWire:
         self._context = Context(self.route)
 
     async def generate(self, request: GenerateRequest, *, timeout_s: float) -> Sampled:
+        if request.adapter is not None:
+            raise self._no_adapters()
         if request.top_p < 1.0:
             # Its log-probs are of the distribution before top-p cuts it: to train on them would be silently wrong.
             raise EpisodeError(
@@ -133,6 +135,19 @@ class SglangWire:
         body = {"new_version": name, "abort_all_requests": False}
         reply = await self.route.ask("POST", path, timeout_s=ADMIN_TIMEOUT_S, body=body)
         self.route.expect(reply, "success", True, path)
+
+    async def load_adapter(self, path: Path, name: str) -> None:
+        raise self._no_adapters()
+
+    async def unload_adapter(self, name: str) -> None:
+        raise self._no_adapters()
+
+    async def adapters(self) -> dict[str, str]:
+        raise self._no_adapters()
+
+    def _no_adapters(self) -> EngineUnavailable:
+        # It has LoRA, but no answer of its says which adapter sampled.
+        return EngineUnavailable(f"engine {self.route.url} is SGLang: runs with train.lora_rank need vLLM")
 
     async def abort(self, request_ids: Sequence[str]) -> int | None:
         """None: it does not say. The requests' own answers do."""

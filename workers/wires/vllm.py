@@ -8,7 +8,7 @@ from pathlib import Path
 from common.config import InFlight
 from common.episode import Sampled
 from workers.engine_errors import EngineUnavailable, LoadRefused
-from workers.engine_http import EngineHttp
+from workers.engine_http import EngineHttp, detail
 from workers.engine_reply import parse_sampled
 from workers.wires.base import (
     ADMIN_TIMEOUT_S,
@@ -19,6 +19,9 @@ from workers.wires.base import (
 )
 
 GENERATE = "/inference/v1/generate"
+MODELS = "/v1/models"
+LOAD_ADAPTER = "/v1/load_lora_adapter"
+UNLOAD_ADAPTER = "/v1/unload_lora_adapter"
 _SHOWN_CHARS = 300
 
 
@@ -42,10 +45,12 @@ class VllmWire:
                 "stop_token_ids": list(request.stop_ids),
             },
         }
-        if request.model is not None:
-            body["model"] = request.model
+        if request.served_name is not None:
+            body["model"] = request.served_name
         raw = await self.route.sample(GENERATE, body, timeout_s=timeout_s)
-        return parse_sampled(raw, run=request.run, max_tokens=request.max_tokens, engine=self.route.url)
+        return parse_sampled(
+            raw, run=request.run, max_tokens=request.max_tokens, engine=self.route.url, adapter=request.adapter
+        )
 
     async def check_health(self) -> None:
         status, raw = await self.route.http.send("GET", self.route.url, "/health", timeout_s=PROBE_TIMEOUT_S)
@@ -86,6 +91,28 @@ class VllmWire:
         path = "/update_weight_version"
         reply = await self.route.ask("POST", path, timeout_s=ADMIN_TIMEOUT_S, body={"new_version": name})
         self.route.expect(reply, "success", True, path)
+
+    async def load_adapter(self, path: Path, name: str) -> None:
+        body = {"lora_name": name, "lora_path": str(path)}
+        url = self.route.url
+        status, raw = await self.route.http.send("POST", url, LOAD_ADAPTER, timeout_s=LOAD_TIMEOUT_S, body=body)
+        if status != 200:
+            raise LoadRefused(f"engine {url} refuses adapter {name} ({status}): {detail(raw)}")
+
+    async def unload_adapter(self, name: str) -> None:
+        body = {"lora_name": name}
+        url = self.route.url
+        status, raw = await self.route.http.send("POST", url, UNLOAD_ADAPTER, timeout_s=ADMIN_TIMEOUT_S, body=body)
+        if status not in (200, 404):
+            raise EngineUnavailable(f"engine {url} does not unload adapter {name} ({status}): {detail(raw)}")
+
+    async def adapters(self) -> dict[str, str]:
+        reply = await self.route.ask("GET", MODELS, timeout_s=PROBE_TIMEOUT_S)
+        cards = self.route.field(reply, "data", list, MODELS)
+        try:
+            return {str(card["id"]): str(card["root"]) for card in cards if card["parent"] is not None}
+        except (KeyError, TypeError):
+            raise EngineUnavailable(f"engine {self.route.url} {MODELS} answers {cards!r:.{_SHOWN_CHARS}}") from None
 
     async def abort(self, request_ids: Sequence[str]) -> int | None:
         path = "/abort_requests"

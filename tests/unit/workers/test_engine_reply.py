@@ -9,7 +9,7 @@ from common.episode import FinishReason, VersionSpan
 from common.errors import EpisodeError
 from common.outcomes import Outcome
 from workers.engine_errors import EngineUnavailable, Unversioned
-from workers.engine_reply import parse_sampled
+from workers.engine_reply import parse_adapters_in_use, parse_sampled
 
 
 def choice(**changes: Any) -> dict[str, Any]:
@@ -107,3 +107,40 @@ def test_an_aborted_request_without_ids_is_empty() -> None:
 def test_the_engines_own_failure_is_retryable() -> None:
     with pytest.raises(EngineUnavailable, match="'error'"):
         parse(choice(finish_reason="error"))
+
+
+def parse_adapter(*, model: str | None, **changes: Any) -> Any:
+    base = [{"version": "default", "start": 0, "end": 3}]
+    body = {"model": model, "choices": [choice(**{"weight_versions": base} | changes)]}
+    return parse_sampled(json.dumps(body).encode(), run="run-a", max_tokens=10, engine="http://e", adapter=7)
+
+
+def test_tokens_of_an_adapter_are_of_the_version_that_it_is() -> None:
+    assert parse_adapter(model="run-a/000007").spans == (VersionSpan(version=7, start=0, end=3),)
+    nothing = {"token_ids": [], "logprobs": {"content": []}, "weight_versions": [], "finish_reason": "abort"}
+    assert parse_adapter(model="run-a/000007", **nothing).spans == ()
+
+
+@pytest.mark.parametrize("model", ["run-a/000006", "run-b/000007", "policy", None])
+def test_another_model_than_the_adapter_asked_for_is_never_trained(model: str | None) -> None:
+    with pytest.raises(Unversioned, match=f"sampled with {model!r}, adapter run-a/000007 was asked for"):
+        parse_adapter(model=model)
+
+
+@pytest.mark.parametrize("name", ["run-b/000001", "loading"])
+def test_an_adapter_over_other_weights_than_the_start_is_never_trained(name: str) -> None:
+    spans = [{"version": "default", "start": 0, "end": 2}, {"version": name, "start": 2, "end": 3}]
+    with pytest.raises(Unversioned, match=f"has weights {name} under adapter run-a/000007"):
+        parse_adapter(model="run-a/000007", weight_versions=spans)
+
+
+def test_adapters_in_use_are_those_of_the_newest_line() -> None:
+    name = "vllm:lora_requests_info"
+    metrics = f"""
+# TYPE vllm:lora_requests_info gauge
+{name}{{max_lora="4",running_lora_adapters="run-a/000001",waiting_lora_adapters=""}} 1.7000e+09
+{name}{{running_lora_adapters="run-a/000002,run-a/000003",waiting_lora_adapters="run-a/000004"}} 1.8e+09
+vllm:num_requests_running{{engine="0"}} 3.0
+"""
+    assert parse_adapters_in_use(metrics) == {"run-a/000002", "run-a/000003", "run-a/000004"}
+    assert parse_adapters_in_use("vllm:num_requests_running 1.0") == set()

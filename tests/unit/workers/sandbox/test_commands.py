@@ -17,9 +17,24 @@ from common.outcomes import Outcome
 from tests.unit.workers.sandbox.marked import MARK, running, until_gone, until_running, user_of
 from workers.sandbox.backend import FolderBackend
 from workers.sandbox.folder import SandboxFolders
-from workers.sandbox.protocol import Limit, Limits, SandboxSession
+from workers.sandbox.protocol import OPEN, Backend, Limit, Limits, SandboxSession
 
 HANDLE = "7-1"
+
+
+@pytest.fixture(params=["bubblewrap", "limited"])
+def any_backend(request: pytest.FixtureRequest) -> Backend:
+    """The kinds that need no engine."""
+    return request.getfixturevalue(request.param)  # type: ignore[no-any-return]
+
+
+@pytest.fixture
+def walled(bubblewrap: FolderBackend) -> Backend:
+    return bubblewrap
+
+
+def kind_of(backend: Backend) -> str:
+    return str(backend.choose(OPEN).kind)
 
 
 async def output_of(session: SandboxSession, command: str, *, timeout_s: float = 20) -> str:
@@ -203,7 +218,7 @@ async def test_a_worker_that_is_killed_takes_its_commands_along(
     backend: FolderBackend, folders: SandboxFolders
 ) -> None:
     backend.create(HANDLE, {})
-    worker = start_worker(folders, backend.name, HOSTILE)
+    worker = start_worker(folders, kind_of(backend), HOSTILE)
     await until_running()
     (owned,) = folders.owners.of(HANDLE).values()
     worker.kill()
@@ -223,7 +238,7 @@ async def test_another_process_removes_exactly_the_sandbox_that_it_is_told(
     backend.create("8-1", {})
     other = backend.attach("8-1")
     await output_of(other, "echo stays > file")
-    worker = start_worker(folders, backend.name, HOSTILE)
+    worker = start_worker(folders, kind_of(backend), HOSTILE)
     await until_running()
     backend.destroy(HANDLE)
     assert running() == []

@@ -4,14 +4,16 @@ from pathlib import Path
 
 import pytest
 
+from common.settings import Settings
+from tests.unit.workers.sandbox.engines import Engine
 from workers.sandbox.backend import FolderBackend
 from workers.sandbox.doctor import backends, main, node
 
 
-def test_walls_that_stand(walled: FolderBackend, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_walls_that_stand(bubblewrap: FolderBackend, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--data-dir", str(tmp_path)]) == 0
     printed = capsys.readouterr().out
-    for word in (walled.name, "restricted", "user namespaces", "control groups", "seccomp", "gVisor", "walls here"):
+    for word in ("bubblewrap", "restricted", "user namespaces", "control groups", "seccomp", "gVisor", "walls here"):
         assert word in printed
     assert list((tmp_path / "sandboxes").iterdir()) == []
 
@@ -20,9 +22,11 @@ def test_without_bubblewrap_it_says_how_to_get_it(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("workers.sandbox.bubblewrap.PATH", "/nowhere")
-    bubblewrap, restricted = backends(tmp_path)
+    bubblewrap, docker, restricted = backends(Settings(data_dir=tmp_path, docker_url="unix:///nowhere/sock"))
     assert bubblewrap.state == "does not work: bubblewrap is not installed"
     assert bubblewrap.remedy.startswith("apt-get install bubblewrap")
+    assert docker.state == "does not work"
+    assert "start it" in docker.remedy
     assert restricted.state == "works, used"
     assert main(["--data-dir", str(tmp_path)]) == 1
     assert "NO WALLS" in capsys.readouterr().out
@@ -36,3 +40,12 @@ def test_a_data_folder_that_cannot_be_made(tmp_path: Path, capsys: pytest.Captur
 
 def test_every_part_of_the_node_has_a_state() -> None:
     assert all(finding.state and finding.means for finding in node())
+
+
+@pytest.mark.robustness
+def test_an_engine_is_tried_with_an_image(docker_engine: Engine, tmp_path: Path) -> None:
+    given = Settings(data_dir=tmp_path, docker_url=docker_engine.client.url, sandbox_image=docker_engine.agent)
+    docker = {finding.name: finding for finding in backends(given)}["docker"]
+    assert docker.state.startswith("works: Docker ")
+    assert "control groups v" in docker.state
+    assert docker.remedy == ""

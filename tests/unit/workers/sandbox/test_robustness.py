@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
 import re
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass
 
 import pytest
 
+from tests.unit.workers.sandbox.conftest import WALLED, containers
 from workers.sandbox.backend import FolderBackend
 from workers.sandbox.bubblewrap import Bubblewrap
 from workers.sandbox.folder import SandboxFolders
-from workers.sandbox.protocol import ExecResult, Limit, Limits, SandboxSession
+from workers.sandbox.protocol import Backend, ExecResult, Limit, Limits, SandboxSession
 
 pytestmark = pytest.mark.robustness
 HANDLE = "7-1"
@@ -195,13 +197,21 @@ SMALL = Limits(memory_bytes=150 << 20, cpu_s=1, num_processes=24, disk_bytes=8 <
 HOG = f"{PYTHON} -c 'import time; x = bytearray({{}} << 20); x[::4096] = x[::4096]; time.sleep(20)'"
 
 
+@pytest.fixture(params=WALLED)
+def small_backend(request: pytest.FixtureRequest, folders: SandboxFolders) -> Iterator[Backend]:
+    """Each kind in turn, with little of everything."""
+    if request.param == "bubblewrap":
+        request.getfixturevalue("bubblewrap")
+        yield FolderBackend(folders, Bubblewrap(SMALL))
+    else:
+        yield from containers(folders, request.getfixturevalue(f"{request.param}_engine"), SMALL)
+
+
 @pytest.fixture
-async def small(walled: FolderBackend, folders: SandboxFolders) -> AsyncIterator[SandboxSession]:
+async def small(small_backend: Backend) -> AsyncIterator[SandboxSession]:
     """A sandbox with little of everything."""
-    assert walled.name == "bubblewrap"
-    backend = FolderBackend(folders, Bubblewrap(SMALL))
-    backend.create(HANDLE, {})
-    session = backend.attach(HANDLE)
+    await asyncio.to_thread(small_backend.create, HANDLE, {})
+    session = small_backend.attach(HANDLE)
     yield session
     await session.close()
 
@@ -217,7 +227,7 @@ async def small(walled: FolderBackend, folders: SandboxFolders) -> AsyncIterator
         ("head -c 20000000 /dev/zero > big", Limit.DISK, 1),
         ("head -c 20000000 /dev/zero > /tmp/big", Limit.DISK, 1),
         ("head -c 20000000 /dev/zero > /dev/shm/big", Limit.DISK, 1),
-        ("for i in $(seq 1000); do : > $i || exit 1; done 2>/dev/null", Limit.DISK, 1),
+        ("for i in $(seq 1000); do : > $i || kill -9 $$; done 2>/dev/null; sleep 1", Limit.DISK, 137),
         (f"{PYTHON} -c 'import os,time\nfor _ in range(50): os.fork() or time.sleep(9)'", Limit.PROCESSES, 1),
     ],
 )

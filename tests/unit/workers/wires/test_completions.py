@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import AsyncIterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,7 +15,7 @@ from common.errors import EpisodeError
 from common.outcomes import Outcome
 from tests.unit.workers.waiting import until
 from workers.engine_client import EngineClient
-from workers.engine_errors import ContextOverflow, Unversioned
+from workers.engine_errors import ContextOverflow, EngineUnavailable, Unversioned
 from workers.scripted_engine import ScriptedEngine
 from workers.wires.base import GenerateRequest
 from workers.wires.completions import COMPLETIONS, parse_completion
@@ -117,6 +118,36 @@ async def test_start_weights_are_unversioned(client: EngineClient, engine: Scrip
     with pytest.raises(Unversioned, match="'default'"):
         await client.generate(engine.url, **request())
     assert engine.num_tokens == 0
+
+
+async def test_an_adapter_is_asked_for_by_name_and_is_the_version(client: EngineClient, engine: ScriptedEngine) -> None:
+    engine.version = "default"
+    await client.load_adapter(engine.url, Path("/"), "run-a/000005")
+    sampled = await client.generate(engine.url, **request(adapter=5))
+    assert (sampled.ids, sampled.spans) == ((103, 2, 3), (VersionSpan(version=5, start=0, end=3),))
+    with pytest.raises(EngineUnavailable, match="The model `run-a/000006` does not exist"):
+        await client.generate(engine.url, **request(adapter=6))
+
+
+@pytest.mark.parametrize("name", ["loading", "run-a/000002"])
+async def test_an_adapter_over_exchanged_weights_is_never_trained(
+    client: EngineClient, engine: ScriptedEngine, name: str
+) -> None:
+    engine.version = "default"
+    await client.load_adapter(engine.url, Path("/"), "run-a/000005")
+    engine.token_s = 0.02
+    task = asyncio.create_task(client.generate(engine.url, **request(adapter=5)))
+    await until(lambda: engine.num_tokens >= 1)
+    engine.version = name
+    with pytest.raises(Unversioned, match=f"has weights {name} under adapter run-a/000005"):
+        await task
+
+
+def test_an_answer_of_another_model_than_the_adapter_is_never_trained() -> None:
+    body = json.dumps({"model": "policy", "choices": []}).encode()
+    asked = GenerateRequest(**request(adapter=5))
+    with pytest.raises(Unversioned, match="sampled with 'policy', adapter run-a/000005 was asked for"):
+        parse_completion(body, asked, version=5, engine="http://e")
 
 
 async def test_abort_names_requests_as_this_route_does(client: EngineClient, engine: ScriptedEngine) -> None:

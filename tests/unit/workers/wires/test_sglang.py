@@ -60,6 +60,21 @@ async def test_what_was_sampled_comes_whole(client: EngineClient, server: Sglang
     }
 
 
+async def test_a_run_of_adapters_is_told_that_it_needs_another_engine(
+    client: EngineClient, server: SglangServer
+) -> None:
+    for call in (
+        generate(client, server.url, adapter=3),
+        client.adapters(server.url),
+        client.load_adapter(server.url, Path("/"), "run-a/000003"),
+        client.unload_adapter(server.url, "run-a/000003"),
+    ):
+        await client.check_health(server.url)
+        with pytest.raises(EngineUnavailable, match=r"is SGLang: runs with train\.lora_rank need vLLM"):
+            await call
+    assert "/generate" not in server.bodies
+
+
 async def test_a_budget_beyond_the_context_is_cut_to_it(client: EngineClient, server: SglangServer) -> None:
     server.context_len = 5
     sampled = await generate(client, server.url, stop_ids=[])
