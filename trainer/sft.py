@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import random
 import shutil
 import sys
@@ -43,6 +44,10 @@ class Row:
     def __post_init__(self) -> None:
         if len(self.ids) != len(self.weights):
             raise ValueError(f"{len(self.ids)} ids but {len(self.weights)} weights")
+        for name, values in (("id", self.ids), ("weight", self.weights)):
+            for value in values:
+                if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
+                    raise ValueError(f"{name} must be a finite number, got {value!r}")
         if not any(self.weights[1:]):
             raise ValueError("no id after the first has a weight, so there is nothing to learn")
 
@@ -168,7 +173,7 @@ def main(argv: Sequence[str]) -> None:
     try:
         train_folder(arguments.model, arguments.rows, arguments.steps, arguments.out, seed=arguments.seed)
     except (SetupError, OSError) as error:
-        sys.exit(f"trainer.sft: {error}")
+        sys.exit(f"trainer sft: {error}")
 
 
 if __name__ == "__main__":
