@@ -100,6 +100,7 @@ def up(
     engine: Engine = EngineKind.SMALL,
     data_dir: DataDir = None,
     keep_up: KeepUp = False,
+    trainer: Annotated[str, typer.Option(help="Module of another trainer: docs/own_trainer.md.")] = "trainer",
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Check all of it, say what it will do, and end.")] = False,
 ) -> None:
     """Train your own run on this machine, with the same processes as the demo.
@@ -126,6 +127,7 @@ def up(
             setup_s=None,
             keep_up=keep_up,
             stall_limit_s=None,
+            trainer=trainer,
         ),
         console=Console(),
     )

@@ -59,6 +59,8 @@ class StackPlan:
     model_dir: Path
     """The engine's start weights and tokenizer."""
     trainer_config: Path
+    trainer: str = "trainer"
+    """Module that trains: `python -m TRAINER --config FILE`."""
     broker: BrokerKind = BrokerKind.VALKEY
     """Which broker to start, where the settings name none."""
     engine: EngineKind = EngineKind.SMALL
@@ -201,7 +203,7 @@ def work_specs(addresses: StackAddresses, *, plan: StackPlan, data_dir: Path) ->
         python("reaper", "workers.reaper", "--resend-all"),
         python(
             "trainer",
-            *("trainer", "--config", str(plan.trainer_config)),
+            *(plan.trainer, "--config", str(plan.trainer_config)),
             restart=Restart.ON_FAILURE,
             stop_timeout_s=30.0,
         ),

@@ -35,7 +35,7 @@ def test_a_minimal_file_gets_the_defaults(tmp_path: Path):
         (MINIMAL + '[tracking]\nsinks = ["wandb", "wandb"]', "tracking.sinks: each sink once"),
         (
             MINIMAL + "[train]\noverlong_tokens = 500\noverlong_buffer = 100",
-            "train.overlong_tokens = 500 with overlong_buffer = 100 has no effect: an episode samples at most 160 tokens",
+            "overlong_tokens = 500 with overlong_buffer = 100 has no effect: an episode samples at most 160 tokens",
         ),
         (MINIMAL + "[rollout]\ngroup_size = 1", "rollout.group_size: .*greater than or equal to 2"),
         (MINIMAL + "[rollout]\ntemperature = 0", "rollout.temperature: .*greater than 0"),

@@ -111,7 +111,7 @@ def test_a_model_that_cannot_be_read_is_refused_by_file(tmp_path: Path) -> None:
     with pytest.raises(SetupError, match=f"model folder {tmp_path} cannot be read: "):
         read_model_shape(tmp_path)
     (tmp_path / "config.json").write_text('{"vocab_size": 5}')
-    with pytest.raises(SetupError, match="config.json does not say how large the model is: KeyError.'hidden_size'"):
+    with pytest.raises(SetupError, match=r"does not say how large the model is: KeyError.'hidden_size'"):
         read_model_shape(tmp_path)
     config = json.loads((MODEL / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps(config))

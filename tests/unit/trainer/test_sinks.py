@@ -46,8 +46,8 @@ def test_weights_and_biases_gets_the_name_of_the_run(tmp_path: Path, monkeypatch
 @pytest.mark.filterwarnings("default")
 def test_mlflow_has_one_run_with_every_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     mlflow = pytest.importorskip("mlflow")
-    uri = (tmp_path / "mlruns").as_uri()
-    monkeypatch.setenv("MLFLOW_TRACKING_URI", uri)
+    uri = f"sqlite:///{tmp_path / 'mlflow.db'}"
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
     log_twice(run_with("mlflow"), tmp_path)
     client = mlflow.MlflowClient(uri)
     (run,) = client.search_runs([client.get_experiment_by_name("rollmill").experiment_id])
