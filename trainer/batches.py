@@ -26,6 +26,7 @@ from common.errors import SetupError
 from common.object_store import open_store
 from common.settings import settings
 from common.weights import Published, VersionStore
+from trainer.check_input import check_groups
 from trainer.failures import noting_failures, outlast_outage
 from trainer.loop import OUTAGE_WAIT_S, account, prepare
 from trainer.publish import announce
@@ -228,6 +229,7 @@ class GroupSource:
         if work is None:
             return None
         with noting_failures(self.database, work.step):
+            check_groups(work.groups, max_size=self.run.config.episodes_per_group)
             samples, advantages, metrics = prepare(
                 work.groups, version=version, train=train, reference_kl=lambda samples: {}
             )

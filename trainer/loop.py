@@ -29,6 +29,7 @@ from common.object_store import open_store
 from common.outcomes import Outcome
 from common.weights import Published, VersionStore, WeightsDamaged, WeightsError, WeightsUnavailable
 from trainer.advantages import Advantages, step_advantages
+from trainer.check_input import check_groups, check_rows
 from trainer.checkpoint import CheckpointStore
 from trainer.failures import noting_failures, outlast_outage
 from trainer.lora import adapter_writer
@@ -126,9 +127,12 @@ class Trainer:
         version = work.step.version_in
         started = time.monotonic()
         train = self.run.config.train
+        check_groups(work.groups, max_size=self.run.config.episodes_per_group)
         samples, advantages, metrics = prepare(
             work.groups, version=version, train=train, reference_kl=self.policy.reference_kl
         )
+        sizes = self.policy.model.config.get_text_config()
+        check_rows(samples, context=getattr(sizes, "max_position_embeddings", None), vocab_size=sizes.vocab_size)
         trained_samples = [sample for sample in samples if sample.episode_id not in advantages.left_out]
         metrics |= self.policy.train_step(trained_samples, advantages.by_episode, version=version)
         trained = time.monotonic()
@@ -265,7 +269,10 @@ def prepare(
 
 
 def account(samples: list[Sample], advantages: Advantages) -> list[TrainedEpisode]:
-    """What is stored of each trained episode: above all the digest of the arrays that entered the loss."""
+    """What is stored of each trained episode: above all the digest of the arrays that entered the loss.
+
+    Episodes that ended before their first turn count in the baseline, and nothing of them enters a loss.
+    """
     return [
         TrainedEpisode(
             episode_id=episode_id,
@@ -274,6 +281,7 @@ def account(samples: list[Sample], advantages: Advantages) -> list[TrainedEpisod
             num_tokens=sum(row.num_tokens for row in rows),
         )
         for episode_id, rows in rows_by_episode(samples)
+        if any(row.num_tokens for row in rows)
     ]
 
 

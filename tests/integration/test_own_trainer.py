@@ -9,14 +9,13 @@ import torch
 from safetensors.torch import load_file
 from sqlalchemy import text
 
-from common.config import RolloutConfig, RunConfig, TrainConfig
+from common.config import TINY_MODELS, RolloutConfig, RunConfig, TrainConfig
 from common.db import engines, runs, tasks
 from common.db.session import Database
 from common.weights import WeightStore
 from examples.own_trainer import train
 from tests.integration.world import World
 from trainer.batches import GroupSource
-from trainer.tiny import make_model, save_model
 
 NO_BROKER = "amqp://guest:guest@127.0.0.1:1//"
 
@@ -33,12 +32,11 @@ class Dying(GroupSource):
 
 
 @pytest.fixture
-def world(database: Database, tmp_path: Path) -> World:
+def world(database: Database) -> World:
     torch.set_num_threads(1)
-    save_model(make_model(eos_id=2, pad_id=0, seed=0), tmp_path / "start")
     config = RunConfig(
         name="run-a",
-        model=tmp_path / "start",
+        model=TINY_MODELS / "tiny-calculator",
         rollout=RolloutConfig(group_size=2),
         train=TrainConfig(groups_per_step=1, minibatches=1, num_versions=2),
     )
@@ -59,14 +57,28 @@ def run_trainer(world: World, folder: Path, kind: type[GroupSource]) -> int:
 
 def test_example_trains_each_group_once_though_it_dies_before_it_publishes(world: World, tmp_path: Path) -> None:
     with pytest.raises(Died):
-        run_trainer(world, tmp_path / "died", Dying)
-    assert run_trainer(world, tmp_path / "died", GroupSource) == 2
+        run_trainer(world, tmp_path, Dying)
+    assert run_trainer(world, tmp_path, GroupSource) == 2
+    check_trained_once(world, tmp_path)
+
+
+@pytest.mark.filterwarnings("default")
+def test_example_with_trl_trains_each_group_once(world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("trl")
+    monkeypatch.setenv("TRL_EXPERIMENTAL_SILENCE", "1")
+    from examples import own_trainer_trl
+
+    assert own_trainer_trl.train(open_source(world, tmp_path, GroupSource), tmp_path / "states") == 2
+    check_trained_once(world, tmp_path)
+
+
+def check_trained_once(world: World, folder: Path) -> None:
     with world.database.begin() as conn:
         assert conn.execute(text("SELECT state FROM run")).scalar_one() == "FINISHED"
         steps = conn.execute(text("SELECT version_in, state, num_groups FROM train_step ORDER BY 1")).all()
         assert [tuple(step) for step in steps] == [(0, "DONE", 1), (1, "DONE", 1)]
         assert conn.execute(text("SELECT count(*) FROM trained_episode")).scalar_one() == 4
-    weights = [load_file(tmp_path / "died" / "weights" / "run-a" / f"{n:06}" / "model.safetensors") for n in range(3)]
+    weights = [load_file(folder / "weights" / "run-a" / f"{n:06}" / "model.safetensors") for n in range(3)]
     name = "model.layers.0.mlp.up_proj.weight"
     assert not torch.equal(weights[0][name], weights[1][name])
     assert not torch.equal(weights[1][name], weights[2][name])

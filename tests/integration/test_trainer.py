@@ -357,3 +357,29 @@ def test_a_run_that_is_stopped_within_a_step_ends_the_trainer_and_publishes_noth
     assert trainer.train_step(work, threading.Event()) is False
     assert newest(world) == start
     assert new_trainer().train(threading.Event()) is True
+
+
+def test_episodes_that_end_before_their_first_turn_count_in_the_baseline_alone(
+    world: World, new_trainer: Callable[[], Trainer]
+) -> None:
+    trainer = new_trainer()
+    version = trainer.resume()
+    published = newest(world)
+    assert published is not None
+    play(world, published, num_groups=1)
+    for number, wakeup in enumerate(world.feed(1)):
+        claim = world.must_claim(world.prepare(wakeup))
+        with world.database.begin() as conn:
+            moved = episodes.move(conn, claim, EpisodeState.SAMPLED, why="no room", outcome=Outcome.CONTEXT_LIMIT)
+        assert moved is not None
+        world.score(moved, reward=-float(number))
+    work = wait_for_work(world.database, world.run, version=version, stop=threading.Event(), look_up=lambda: None)
+    assert work is not None
+    assert [[len(episode.turns) for episode in group.episodes] for group in work.groups] == [[2, 2], [0, 0]]
+    assert trainer.train_step(work, threading.Event())
+    with world.database.begin() as conn:
+        metrics = conn.execute(text("SELECT metrics FROM train_step")).scalar_one()
+        assert (metrics["num_episodes"], metrics["reward_mean"]) == (4, 0.0)
+        assert conn.execute(text("SELECT count(*) FROM trained_episode")).scalar_one() == 2
+        summary = report.summary(conn, world.run.id)
+    assert (summary.token_mismatches, summary.episodes_trained_twice) == (0, 0)

@@ -83,9 +83,7 @@ def test_a_slow_sink_loses_what_its_queue_has_no_room_for_and_delays_nothing(
 
 
 @pytest.mark.parametrize("error", [RuntimeError("no network"), SystemExit("not logged in")])
-def test_a_sink_that_raises_is_told_once_and_counted(
-    caplog: pytest.LogCaptureFixture, error: BaseException
-) -> None:
+def test_a_sink_that_raises_is_told_once_and_counted(caplog: pytest.LogCaptureFixture, error: BaseException) -> None:
     thread = SinkThread("bad", lambda first: Failing(error))
     with caplog.at_level(logging.ERROR), Tracker([thread]) as tracker:
         for version in range(1, 6):
