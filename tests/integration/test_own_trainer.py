@@ -50,9 +50,12 @@ def world(database: Database) -> World:
     return world
 
 
+def open_source(world: World, folder: Path, kind: type[GroupSource]) -> GroupSource:
+    return kind(run=world.run, database=world.database, weights=WeightStore(folder / "weights"), broker_url=NO_BROKER)
+
+
 def run_trainer(world: World, folder: Path, kind: type[GroupSource]) -> int:
-    source = kind(run=world.run, database=world.database, weights=WeightStore(folder / "weights"), broker_url=NO_BROKER)
-    return train(source, folder / "states")
+    return train(open_source(world, folder, kind), folder / "states")
 
 
 def test_example_trains_each_group_once_though_it_dies_before_it_publishes(world: World, tmp_path: Path) -> None:
