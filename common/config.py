@@ -7,18 +7,17 @@ from pathlib import Path
 from typing import Literal, Self
 
 from pydantic import (
-    BaseModel,
-    ConfigDict,
     Field,
     JsonValue,
     ValidationError,
-    ValidationInfo,
-    field_validator,
     model_validator,
 )
 
+from common.config_errors import first_problem
+from common.config_section import Section
+from common.config_tracking import TrackingConfig
 from common.errors import SetupError
-from common.storable import MAX_COUNT, MAX_SMALL_COUNT, check_storable, check_time
+from common.storable import MAX_COUNT, MAX_SMALL_COUNT
 
 TINY_MODELS = Path(__file__).parent / "models"
 
@@ -27,19 +26,6 @@ SandboxKind = Literal["bubblewrap", "docker", "restricted"]
 """docs/sandbox.md says what keeps commands in with each. `restricted` has no walls."""
 InFlight = Literal["keep", "wait", "abort"]
 Advantage = Literal["grpo", "dr_grpo", "rloo", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "pass_at_k"]
-
-
-class Section(BaseModel):
-    """Base of the sections: unknown keys are errors, and so is what cannot be stored."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
-
-    @field_validator("*")
-    @classmethod
-    def _can_be_kept(cls, value: object, info: ValidationInfo) -> object:
-        check_storable(str(value) if isinstance(value, Path) else value)
-        check_time(info.field_name, value)
-        return value
 
 
 def _needs(field: str, value: object, *, when: bool, what: str) -> None:
@@ -392,6 +378,7 @@ class RunConfig(Section):
     eval: EvalConfig | None = None
     """None = no version is evaluated."""
     sharing: SharingConfig = SharingConfig()
+    tracking: TrackingConfig = TrackingConfig()
     sandbox: SandboxConfig = SandboxConfig()
 
     @model_validator(mode="after")
@@ -409,6 +396,17 @@ class RunConfig(Section):
             raise ValueError(
                 f"train.pass_k = {self.train.pass_k} must be less than rollout.group_size = {self.rollout.group_size}: "
                 "a group would have one subset of that size, and nothing to compare it with"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _length_penalty_applies(self) -> Self:
+        limit, buffer = self.train.overlong_tokens, self.train.overlong_buffer
+        most = self.rollout.max_turns * self.rollout.max_tokens_per_turn
+        if limit is not None and buffer is not None and most <= limit - buffer:
+            raise ValueError(
+                f"train.overlong_tokens = {limit} with overlong_buffer = {buffer} has no effect: an episode samples at "
+                f"most {most} tokens (rollout.max_turns x max_tokens_per_turn)"
             )
         return self
 
@@ -467,16 +465,7 @@ def load_run_config(path: Path) -> RunConfig:
     except RecursionError:
         raise SetupError(f"run configuration {path} is nested too deeply") from None
     except ValidationError as error:
-        raise SetupError(f"run configuration {path}: {_first_problem(error)}") from None
+        raise SetupError(f"run configuration {path}: {first_problem(error, RunConfig)}") from None
     except ValueError as error:
         # Not only tomllib's own: a number of thousands of digits is one of Python's.
         raise SetupError(f"run configuration {path} is not TOML: {error}") from None
-
-
-def _first_problem(error: ValidationError) -> str:
-    first = error.errors()[0]
-    field = ".".join(str(part) for part in first["loc"])
-    message = first["msg"].removeprefix("Value error, ")
-    # What fails as a whole, or lacks a field, has the whole section as its value: nobody would find the mistake in it.
-    got = "" if isinstance(first["input"], dict) else f" (got {first['input']!r:.80})"
-    return f"{field}: {message}{got}" if field else f"{message}{got}"

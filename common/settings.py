@@ -67,6 +67,10 @@ class Settings(BaseSettings):
     """How often the weight keeper compares engines with the newest version when no announcement comes."""
     request_timeout_s: float = Field(default=60.0, gt=0)
     """Time limit of one generate request."""
+    metrics_port: int | None = Field(default=None, ge=1, le=65535)
+    """Port on which the trainer serves its metrics for Prometheus; None = it does not."""
+    metrics_host: str = "127.0.0.1"
+    """Address of that port; 0.0.0.0 = all of this machine's, where Prometheus runs elsewhere."""
     sandbox: Literal["auto", "bubblewrap", "docker", "restricted"] = "auto"
     """Where agents' commands run, unless their run or task says otherwise. `auto` = bubblewrap where it works, else
     `restricted`, which has no walls and warns; the other names are for that kind and no other."""

@@ -5,15 +5,13 @@ from __future__ import annotations
 import signal
 import sys
 from collections.abc import Sequence
-from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Annotated
 
 import typer
 from rich.console import Console
 
-from common.config import RunConfig, load_run_config
-from common.dataset import read_lines
+from common.config import load_run_config
 from common.errors import RollmillError, SetupError
 from deploy.broker import BrokerKind
 from deploy.broker_commands import broker_app
@@ -21,10 +19,9 @@ from deploy.control import cancel, run_app, submit
 from deploy.demo import DemoHandler, demo_config
 from deploy.engine import EngineKind
 from deploy.engine_commands import engine_app
-from deploy.handlers import check_handler
 from deploy.options import DataDir, settings_for
+from deploy.run_checks import with_handler, with_model, with_tasks
 from deploy.sandbox import sandbox_app
-from deploy.templates import check_template
 
 DEMO_STALL_LIMIT_S = 300.0
 
@@ -81,7 +78,7 @@ def demo(
 
     run_locally(
         Order(
-            config=_with_model(config),
+            config=with_model(config),
             settings=settings,
             broker=broker,
             engine=engine,
@@ -103,13 +100,20 @@ def up(
     engine: Engine = EngineKind.SMALL,
     data_dir: DataDir = None,
     keep_up: KeepUp = False,
+    trainer: Annotated[str, typer.Option(help="Module of another trainer: docs/own_trainer.md.")] = "trainer",
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Check all of it, say what it will do, and end.")] = False,
 ) -> None:
     """Train your own run on this machine, with the same processes as the demo.
 
     Real servers are used where ROLLMILL_DATABASE_URL and ROLLMILL_BROKER_URL name them.
     """
     settings = settings_for(data_dir)
-    run_config = _with_tasks(_with_handler(_with_model(load_run_config(config))))
+    run_config = with_tasks(with_handler(with_model(load_run_config(config))))
+    if dry_run:
+        from deploy.run_checks import print_plan
+
+        print_plan(run_config, settings=settings, engine=engine)
+        return
     from deploy.local_run import Order, run_locally
 
     run_locally(
@@ -123,6 +127,7 @@ def up(
             setup_s=None,
             keep_up=keep_up,
             stall_limit_s=None,
+            trainer=trainer,
         ),
         console=Console(),
     )
@@ -158,7 +163,7 @@ def evaluate(
     asked = Asked(model=model, dataset=dataset, episodes=episodes, samples_per_task=samples)
     result = evaluate_locally(
         Order(
-            config=_with_tasks(_with_handler(_with_model(eval_config(load_run_config(config), asked)))),
+            config=with_tasks(with_handler(with_model(eval_config(load_run_config(config), asked)))),
             settings=settings,
             broker=broker,
             engine=engine,
@@ -373,47 +378,6 @@ def roles(
         highlight=False,
         soft_wrap=True,
     )
-
-
-def _with_model(config: RunConfig) -> RunConfig:
-    """The configuration with absolute paths. Raises SetupError where the model is missing."""
-    model = config.model.absolute()
-    if not (model / "config.json").exists():
-        raise SetupError(f"model folder {model} of run {config.name} holds no model: there is no config.json in it")
-    return config.model_copy(
-        update={
-            "model": model,
-            "dataset": _absolute(config.dataset),
-            "eval": config.eval and config.eval.model_copy(update={"dataset": _absolute(config.eval.dataset)}),
-        }
-    )
-
-
-def _absolute(path: Path | None) -> Path | None:
-    return path.absolute() if path is not None else None
-
-
-def _with_tasks(config: RunConfig) -> RunConfig:
-    """The configuration. Raises SetupError for a data set that cannot be read."""
-    for dataset in (config.dataset, None if config.eval is None else config.eval.dataset):
-        if dataset is not None:
-            for _ in read_lines(dataset):
-                pass
-    return config
-
-
-def _with_handler(config: RunConfig) -> RunConfig:
-    """The configuration. Raises SetupError for a handler that nobody has registered, or that cannot be loaded, and for
-    a model whose prompts could not be made."""
-    known = sorted(entry_points(group="rollmill.handlers").names)
-    if ":" not in config.handler and config.handler not in known:
-        raise SetupError(
-            f"run {config.name}: unknown handler {config.handler!r}: known are {', '.join(known)}; "
-            "an own one is given as package.module:Class"
-        )
-    check_handler(config)
-    check_template(config)
-    return config
 
 
 def main() -> None:

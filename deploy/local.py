@@ -60,6 +60,8 @@ class StackPlan:
     """The engine's start weights and tokenizer."""
     trainer_config: Path | None
     """None = no trainer."""
+    trainer: str = "trainer"
+    """Module that trains: `python -m TRAINER --config FILE`."""
     broker: BrokerKind = BrokerKind.VALKEY
     """Which broker to start, where the settings name none."""
     engine: EngineKind = EngineKind.SMALL
@@ -202,7 +204,7 @@ def work_specs(addresses: StackAddresses, *, plan: StackPlan, data_dir: Path) ->
         python("reaper", "workers.reaper", "--resend-all"),
     ]
     if plan.trainer_config is not None:
-        arguments = ("trainer", "--config", str(plan.trainer_config))
+        arguments = (plan.trainer, "--config", str(plan.trainer_config))
         specs.append(python("trainer", *arguments, restart=Restart.ON_FAILURE, stop_timeout_s=30.0))
     return specs
 

@@ -46,6 +46,8 @@ class Order:
     """Stay up after the end of the run."""
     stall_limit_s: float | None
     """See `Watched.stall_limit_s`."""
+    trainer: str = "trainer"
+    """See `StackPlan.trainer`."""
 
 
 class OpenRun:
@@ -114,6 +116,7 @@ def run_locally(order: Order, *, console: Console) -> None:
     plan = StackPlan(
         model_dir=order.config.model,
         trainer_config=config_file,
+        trainer=order.trainer,
         broker=order.broker,
         engine=order.engine,
         lora=lora_plan(order.config.train),

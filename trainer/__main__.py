@@ -1,4 +1,7 @@
-"""Entry point of the trainer: `python -m trainer --config run.toml`, or that as torchrun's module for several ranks."""
+"""Entry point of the trainer: `python -m trainer --config run.toml`, or that as torchrun's module for several ranks.
+
+`python -m trainer sft` is a warm start.
+"""
 
 from __future__ import annotations
 
@@ -14,11 +17,17 @@ from typing import TYPE_CHECKING
 from common.config import RunConfig, load_run_config
 from common.errors import DatabaseUnavailable, SetupError
 from common.log import setup_logging
+from common.model_folder import read_model_shape
+from common.plan import check_fits_model, plan
 from common.settings import settings
+from trainer.sinks import tracking
+from trainer.tracking import check_installed, leave
 
 if TYPE_CHECKING:
     from trainer.ranks import Ranks
 
+ENGINES = "those that others start for the run; their weight keepers load each version"
+UNSET = "none named: the trainer will not start"
 STOPPED = 128 + signal.SIGTERM
 
 
@@ -27,13 +36,27 @@ def main() -> int:
 
     Exit code 0 = the run is over, STOPPED = told to stop before that, 2 = something outside has to be mended.
     """
-    parser = argparse.ArgumentParser(prog="python -m trainer", description="Trains one run from its scored episodes.")
+    if sys.argv[1:2] == ["sft"]:
+        from trainer import sft
+
+        sft.main(sys.argv[2:])
+        return 0
+    parser = argparse.ArgumentParser(
+        prog="python -m trainer",
+        description="Trains one run from its scored episodes.",
+        epilog="python -m trainer sft --help: a supervised warm start",
+    )
     parser.add_argument("--config", type=Path, required=True, help="the run's TOML file")
+    parser.add_argument("--dry-run", action="store_true", help="say what will be done and which memory it takes")
     arguments = parser.parse_args()
     _on_stop(lambda: sys.exit(STOPPED))
     try:
         setup_logging(settings().log_level)
         config = load_run_config(arguments.config)
+        if arguments.dry_run:
+            check_installed(config.tracking)
+            sys.stdout.write(plan(config, settings=settings(), engines=ENGINES, unset=UNSET))
+            return 0
         num_ranks = int(os.environ.get("WORLD_SIZE", "1"))
         return 0 if (run_rank(config) if num_ranks > 1 else run_trainer(config)) else STOPPED
     except (SetupError, DatabaseUnavailable) as error:
@@ -61,6 +84,7 @@ def run_rank(config: RunConfig) -> bool:
 
 def run_trainer(config: RunConfig, *, ranks: Ranks | None = None) -> bool:
     """Connect to the database and train the run, unless it is over. False = stopped before its end."""
+    check_installed(config.tracking)
     database_url, broker_url = settings().require_database_url(), settings().require_broker_url()
 
     from common.db import runs
@@ -74,20 +98,26 @@ def run_trainer(config: RunConfig, *, ranks: Ranks | None = None) -> bool:
             run = runs.open_run(conn, config)
         if run.state in (RunState.FINISHED, RunState.STOPPED):
             return True
-        # Importing torch takes seconds: after the checks that do without.
-        from trainer.loop import make_trainer
+        check_fits_model(config, read_model_shape(config.model))
+        data_dir = settings().data_dir.resolve()
+        with tracking(
+            run.config, data_dir=data_dir, host=settings().metrics_host, port=settings().metrics_port
+        ) as tracker:
+            # Importing torch takes seconds: after the checks that do without.
+            from trainer.loop import make_trainer
 
-        trainer = make_trainer(
-            run,
-            database,
-            data_dir=settings().data_dir.resolve(),
-            weights_url=settings().weights_url,
-            broker_url=broker_url,
-            ranks=ranks,
-        )
-        stop = threading.Event()
-        _on_stop(stop.set)
-        return trainer.train(stop)
+            trainer = make_trainer(
+                run,
+                database,
+                data_dir=data_dir,
+                weights_url=settings().weights_url,
+                broker_url=broker_url,
+                ranks=ranks,
+                tracker=tracker,
+            )
+            stop = threading.Event()
+            _on_stop(stop.set)
+            return trainer.train(stop)
     finally:
         database.dispose()
 
@@ -98,4 +128,4 @@ def _on_stop(action: Callable[[], None]) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    leave(main())

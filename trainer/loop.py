@@ -12,7 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import count
 from pathlib import Path
 
@@ -29,6 +29,7 @@ from common.object_store import open_store
 from common.outcomes import Outcome
 from common.weights import Published, VersionStore, WeightsDamaged, WeightsError, WeightsUnavailable
 from trainer.advantages import Advantages, step_advantages
+from trainer.check_input import check_groups, check_rows
 from trainer.checkpoint import CheckpointStore
 from trainer.evaluation import wait_for_evaluations
 from trainer.failures import noting_failures, outlast_outage
@@ -40,6 +41,7 @@ from trainer.restore import restore
 from trainer.rewards import group_rewards, is_trained
 from trainer.samples import Sample, make_samples, rows_by_episode, samples_digest
 from trainer.source import Work, wait_for_work
+from trainer.tracking import Tracker
 
 logger = logging.getLogger(__name__)
 
@@ -59,6 +61,7 @@ class Trainer:
     weights: VersionStore
     checkpoints: CheckpointStore
     broker_url: str
+    tracker: Tracker = field(default_factory=lambda: Tracker(()))
     outage_wait_s: float = OUTAGE_WAIT_S
     """How long it waits for a database or weight store that is away when it has something to write; for groups it
     waits without end."""
@@ -130,9 +133,12 @@ class Trainer:
         version = work.step.version_in
         started = time.monotonic()
         train = self.run.config.train
+        check_groups(work.groups, max_size=self.run.config.episodes_per_group)
         samples, advantages, metrics = prepare(
             work.groups, version=version, train=train, reference_kl=self.policy.reference_kl
         )
+        sizes = self.policy.model.config.get_text_config()
+        check_rows(samples, context=getattr(sizes, "max_position_embeddings", None), vocab_size=sizes.vocab_size)
         trained_samples = [sample for sample in samples if sample.episode_id not in advantages.left_out]
         metrics |= self.policy.train_step(trained_samples, advantages.by_episode, version=version)
         trained = time.monotonic()
@@ -156,6 +162,7 @@ class Trainer:
             return False
         announce(self.broker_url, run_id=self.run.id, version=version + 1)
         _log_step(self.run.id, version + 1, metrics)
+        self.tracker.log(version + 1, metrics)
         self.prune(version + 1)
         return True
 
@@ -226,6 +233,7 @@ def make_trainer(
     weights_url: str | None = None,
     broker_url: str,
     ranks: Ranks | None = None,
+    tracker: Tracker | None = None,
 ) -> Trainer:
     """The trainer of a run, with its start weights loaded; `ranks` if there are several, of which this is the first.
 
@@ -239,6 +247,7 @@ def make_trainer(
         weights=weights,
         checkpoints=CheckpointStore(data_dir / "checkpoints", run.name),
         broker_url=broker_url,
+        tracker=tracker or Tracker(()),
     )
 
 
@@ -282,7 +291,10 @@ def prepare(
 
 
 def account(samples: list[Sample], advantages: Advantages) -> list[TrainedEpisode]:
-    """What is stored of each trained episode: above all the digest of the arrays that entered the loss."""
+    """What is stored of each trained episode: above all the digest of the arrays that entered the loss.
+
+    Episodes that ended before their first turn count in the baseline, and nothing of them enters a loss.
+    """
     return [
         TrainedEpisode(
             episode_id=episode_id,
@@ -291,6 +303,7 @@ def account(samples: list[Sample], advantages: Advantages) -> list[TrainedEpisod
             num_tokens=sum(row.num_tokens for row in rows),
         )
         for episode_id, rows in rows_by_episode(samples)
+        if any(row.num_tokens for row in rows)
     ]
 
 

@@ -19,10 +19,9 @@ from transformers import PreTrainedModel
 
 from common.config import TrainConfig
 from common.errors import SetupError
+from common.memory import LORA_MODULES
 from common.weights import ADAPTER_WEIGHTS
 
-MODULES = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
-"""Of attention and MLP in the families that the renderers know."""
 _NAME = "default"
 """PEFT's own name for the only adapter."""
 
@@ -37,7 +36,7 @@ def with_adapter(model: PreTrainedModel, *, train: TrainConfig, seed: int) -> Pr
 
     assert train.lora_rank is not None
     names = {name.rpartition(".")[2] for name, module in model.named_modules() if isinstance(module, torch.nn.Linear)}
-    modules = train.lora_modules or tuple(name for name in MODULES if name in names)
+    modules = train.lora_modules or tuple(name for name in LORA_MODULES if name in names)
     if unknown := [name for name in modules if name not in names]:
         raise SetupError(f"train.lora_modules: the model has no linear layer {unknown[0]}, it has {sorted(names)}")
     config = LoraConfig(

@@ -1,16 +1,17 @@
 """Supervised warm start of a tiny policy on rows of ids and loss weights, one phase after the other.
 
-python -m trainer.sft --model DIR --rows clean.jsonl --rows sloppy.jsonl --steps 100 350 --out DIR
+python -m trainer sft --model DIR --rows clean.jsonl --rows sloppy.jsonl --steps 100 350 --out DIR
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import math
 import random
 import shutil
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -43,6 +44,10 @@ class Row:
     def __post_init__(self) -> None:
         if len(self.ids) != len(self.weights):
             raise ValueError(f"{len(self.ids)} ids but {len(self.weights)} weights")
+        for name, values in (("id", self.ids), ("weight", self.weights)):
+            for value in values:
+                if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
+                    raise ValueError(f"{name} must be a finite number, got {value!r}")
         if not any(self.weights[1:]):
             raise ValueError("no id after the first has a weight, so there is nothing to learn")
 
@@ -150,17 +155,17 @@ def train_folder(source: Path, row_files: list[Path], steps: list[int], out: Pat
             shutil.copyfile(source / name, out / name)
 
 
-def main() -> None:
-    """Read the command line."""
+def main(argv: Sequence[str]) -> None:
+    """Train as the command line says."""
     parser = argparse.ArgumentParser(
-        prog="python -m trainer.sft", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog="python -m trainer sft", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--model", type=Path, required=True, help="folder of the start weights")
     parser.add_argument("--rows", type=Path, action="append", required=True, help="JSON lines, once per phase")
     parser.add_argument("--steps", type=int, nargs="+", required=True, help="optimizer steps of each phase")
     parser.add_argument("--seed", type=int, default=0, help="seed of the batches")
     parser.add_argument("--out", type=Path, required=True, help="folder to write")
-    arguments = parser.parse_args()
+    arguments = parser.parse_args(argv)
     if len(arguments.rows) != len(arguments.steps):
         parser.error(f"{len(arguments.rows)} --rows but {len(arguments.steps)} --steps")
     torch.set_num_threads(1)
@@ -168,8 +173,8 @@ def main() -> None:
     try:
         train_folder(arguments.model, arguments.rows, arguments.steps, arguments.out, seed=arguments.seed)
     except (SetupError, OSError) as error:
-        sys.exit(f"trainer.sft: {error}")
+        sys.exit(f"trainer sft: {error}")
 
 
 if __name__ == "__main__":
-    main()
+    main(sys.argv[1:])

@@ -29,6 +29,7 @@ def open_run(conn: Connection, config: RunConfig) -> Run:
 
     A run that has no group yet takes the new configuration. Raises SetupError if one that has exists with another.
     Another section [sharing] than at the last time is always taken; the same one leaves what an operator has set since.
+    Section [tracking] is taken as given, and stays stored as it was: it makes no other run.
     """
     document = config.model_dump_json(exclude={"sharing"})
     conn.execute(
@@ -39,8 +40,8 @@ def open_run(conn: Connection, config: RunConfig) -> Run:
     assert run is not None
     if run.config.sharing != config.sharing:
         run = _configure_sharing(conn, run, config.sharing)
-    if run.config == config:
-        return run
+    if run.config.model_copy(update={"tracking": config.tracking}) == config:
+        return replace(run, config=config)
     changed = conn.execute(
         text(
             """

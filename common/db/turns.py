@@ -156,7 +156,10 @@ def _messages(stored: list[dict[str, object]]) -> tuple[Message, ...]:
 
 
 def load_for_step(conn: Connection, step_id: int) -> list[ScoredEpisode]:
-    """The SCORED episodes of a step's groups with their tokens, ordered by group and index."""
+    """The SCORED episodes of a step's groups with their tokens, ordered by group and index.
+
+    Those that ended before their first turn have none: left out, they would make their siblings look better or worse.
+    """
     rows = conn.execute(
         text(
             """
@@ -164,8 +167,8 @@ def load_for_step(conn: Connection, step_id: int) -> list[ScoredEpisode]:
                    k.logprobs
               FROM episode_group g
               JOIN episode e ON e.group_id = g.id AND e.state = 'SCORED'
-              JOIN turn t ON t.episode_id = e.id AND t.attempt = e.attempt
-              JOIN turn_tokens k ON k.turn_id = t.id
+              LEFT JOIN (turn t JOIN turn_tokens k ON k.turn_id = t.id)
+                     ON t.episode_id = e.id AND t.attempt = e.attempt
              WHERE g.step_id = :step_id
              ORDER BY e.group_id, e.index, t.index
             """
@@ -175,12 +178,13 @@ def load_for_step(conn: Connection, step_id: int) -> list[ScoredEpisode]:
     episodes: dict[int, ScoredEpisode] = {}
     for row in rows:
         earlier = episodes.get(row.id)
+        turns = () if row.suffix_ids is None else (_tokens(row.sample, row.version_spans, row),)
         episodes[row.id] = ScoredEpisode(
             episode_id=row.id,
             group_id=row.group_id,
             outcome=row.outcome,
             reward=row.reward,
-            turns=(*(earlier.turns if earlier else ()), _tokens(row.sample, row.version_spans, row)),
+            turns=(*(earlier.turns if earlier else ()), *turns),
         )
     return list(episodes.values())
 

@@ -9,7 +9,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
@@ -21,6 +21,7 @@ from sqlalchemy import text
 from sqlalchemy.exc import IntegrityError
 
 from common.config import RolloutConfig, RunConfig, TrainConfig
+from common.config_tracking import TrackingConfig
 from common.db import engines, episodes, report, run_control, runs, steps, tasks, turns, versions
 from common.db.session import Database
 from common.db.versions import PolicyVersion
@@ -44,6 +45,7 @@ from trainer.policy import Policy
 from trainer.samples import make_samples, pad
 from trainer.source import wait_for_work
 from trainer.tiny import VOCAB_SIZE, make_model, save_model
+from trainer.tracking import SinkThread, Tracker
 
 NO_BROKER = "amqp://guest:guest@127.0.0.1:1//"
 """Nothing listens there: announcements fail, which the trainer bears."""
@@ -357,3 +359,70 @@ def test_a_run_that_is_stopped_within_a_step_ends_the_trainer_and_publishes_noth
     assert trainer.train_step(work, threading.Event()) is False
     assert newest(world) == start
     assert new_trainer().train(threading.Event()) is True
+
+
+def test_episodes_that_end_before_their_first_turn_count_in_the_baseline_alone(
+    world: World, new_trainer: Callable[[], Trainer]
+) -> None:
+    trainer = new_trainer()
+    version = trainer.resume()
+    published = newest(world)
+    assert published is not None
+    play(world, published, num_groups=1)
+    for number, wakeup in enumerate(world.feed(1)):
+        claim = world.must_claim(world.prepare(wakeup))
+        with world.database.begin() as conn:
+            moved = episodes.move(conn, claim, EpisodeState.SAMPLED, why="no room", outcome=Outcome.CONTEXT_LIMIT)
+        assert moved is not None
+        world.score(moved, reward=-float(number))
+    work = wait_for_work(world.database, world.run, version=version, stop=threading.Event(), look_up=lambda: None)
+    assert work is not None
+    assert [[len(episode.turns) for episode in group.episodes] for group in work.groups] == [[2, 2], [0, 0]]
+    assert trainer.train_step(work, threading.Event())
+    with world.database.begin() as conn:
+        metrics = conn.execute(text("SELECT metrics FROM train_step")).scalar_one()
+        assert (metrics["num_episodes"], metrics["reward_mean"]) == (4, 0.0)
+        assert conn.execute(text("SELECT count(*) FROM trained_episode")).scalar_one() == 2
+        summary = report.summary(conn, world.run.id)
+    assert (summary.token_mismatches, summary.episodes_trained_twice) == (0, 0)
+
+
+class Kept:
+    """A sink that keeps what it gets."""
+
+    def __init__(self) -> None:
+        self.steps: dict[int, float] = {}
+
+    def log(self, version: int, metrics: Mapping[str, float]) -> None:
+        self.steps[version] = metrics["reward_mean"]
+
+    def close(self) -> None:
+        pass
+
+
+def test_a_sink_that_hangs_stops_neither_training_nor_other_sinks(world: World, tmp_path: Path) -> None:
+    kept, forever = Kept(), threading.Event()
+
+    def hang(first: int) -> Kept:
+        forever.wait(120)
+        return Kept()
+
+    tracker = Tracker([SinkThread("hanging", hang), SinkThread("kept", lambda first: kept)])
+    trainer = make_trainer(world.run, world.database, data_dir=tmp_path, broker_url=NO_BROKER, tracker=tracker)
+    trainer.resume()
+    for number in range(2):
+        play(world, wait_for_version(world, number))
+        work = wait_for_work(world.database, world.run, version=number, stop=threading.Event(), look_up=lambda: None)
+        assert work is not None
+        assert trainer.train_step(work, threading.Event())
+    tracker.close(limit_s=1.0)
+    assert kept.steps == {1: 0.5, 2: 0.5}
+    forever.set()
+
+
+def test_another_tracking_makes_no_other_run(world: World) -> None:
+    world.feed(1)
+    tracked = world.run.config.model_copy(update={"tracking": TrackingConfig(sinks=("wandb",))})
+    with world.database.begin() as conn:
+        run = runs.open_run(conn, tracked)
+    assert (run.id, run.config.tracking.sinks) == (world.run.id, ("wandb",))

@@ -26,7 +26,17 @@ def test_a_minimal_file_gets_the_defaults(tmp_path: Path):
     ("text", "expected"),
     [
         ("name = ", "is not TOML"),
-        (MINIMAL + "[train]\nlearning_rat = 1.0", "train.learning_rat: Extra inputs are not permitted"),
+        (MINIMAL + "[train]\nlearning_rat = 1.0", "unknown field train.learning_rat: did you mean train.learning_rate"),
+        (MINIMAL + "seeds = 1", r"unknown field seeds: did you mean seed\?"),
+        (MINIMAL + "group_size = 8", r"unknown field group_size: did you mean rollout.group_size\?"),
+        (MINIMAL + "[trian]\nloss = 'ppo'", r"unknown field trian: did you mean train\?"),
+        (MINIMAL + "[render]\nxyz = 1", "unknown field render.xyz: known are family, keep_thinking, template_kwargs"),
+        (MINIMAL + '[tracking]\nsinks = ["wandbb"]', "tracking.sinks.0: .*'tensorboard', 'wandb' or 'mlflow'"),
+        (MINIMAL + '[tracking]\nsinks = ["wandb", "wandb"]', "tracking.sinks: each sink once"),
+        (
+            MINIMAL + "[train]\noverlong_tokens = 500\noverlong_buffer = 100",
+            "overlong_tokens = 500 with overlong_buffer = 100 has no effect: an episode samples at most 160 tokens",
+        ),
         (MINIMAL + "[rollout]\ngroup_size = 1", "rollout.group_size: .*greater than or equal to 2"),
         (MINIMAL + "[rollout]\ntemperature = 0", "rollout.temperature: .*greater than 0"),
         (MINIMAL + "[train]\nminibatches = 17", "a minibatch would be empty"),

@@ -285,3 +285,18 @@ def test_every_demo_has_its_start_model(handler: DemoHandler) -> None:
     assert config.model == TINY_MODELS / f"tiny-{handler}"
     assert (config.model / "config.json").exists()
     assert (config.train.num_versions, config.train.max_staleness, config.seed) == (5, 0, 3)
+
+
+def test_dry_run_checks_all_of_it_says_what_it_would_do_and_starts_nothing(tmp_path: Path) -> None:
+    config = write_config(tmp_path / "run.toml", name="mine", model=TINY_MODELS / "tiny-shell", handler="shell")
+    data_dir = tmp_path / "data"
+    result = CliRunner().invoke(app, ["up", "--dry-run", "--config", config, "--data-dir", str(data_dir)])
+    assert result.exit_code == 0, result.output
+    assert "engines       one, started here: the small CPU engine\n" in result.output
+    assert f"weights       {data_dir}/weights/mine/, a version a step" in result.output
+    assert not data_dir.exists()
+
+    (tmp_path / "run.toml").write_text((tmp_path / "run.toml").read_text() + "[rollout]\nmax_row_tokens = 600\n")
+    assert refusal("up", "--dry-run", "--config", config).startswith(
+        "rollout.max_row_tokens = 600 is more than the 512"
+    )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -9,13 +10,19 @@ from pathlib import Path
 
 import pytest
 
+from common.config import TINY_MODELS
+
 CONFIG = 'name = "first"\nmodel = "nowhere"\n'
 
 
 def start(config: Path, **variables: str) -> subprocess.CompletedProcess[str]:
+    return run("--config", str(config), **variables)
+
+
+def run(*arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
     environment = {name: value for name, value in os.environ.items() if not name.startswith("ROLLMILL_")}
     return subprocess.run(
-        [sys.executable, "-m", "trainer", "--config", str(config)],
+        [sys.executable, "-m", "trainer", *arguments],
         env=environment | variables,
         capture_output=True,
         text=True,
@@ -43,3 +50,33 @@ def test_mistake_is_one_line_and_exit_code_two(
     assert done.returncode == 2
     assert done.stderr.startswith(line.format(config=path))
     assert done.stderr.count("\n") == 1
+
+
+def test_dry_run_says_what_would_be_done_and_touches_nothing(tmp_path: Path) -> None:
+    path = tmp_path / "run.toml"
+    path.write_text(f'name = "first"\nmodel = "{TINY_MODELS / "tiny-shell"}"\nhandler = "shell"\n')
+    data_dir = tmp_path / "data"
+    done = run("--config", str(path), "--dry-run", ROLLMILL_DATA_DIR=str(data_dir))
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "run           first: handler shell, tasks 2,000 that the handler makes, seed 0\n" in done.stdout
+    assert "memory        about 90.4 MiB of tensors in the trainer" in done.stdout
+    assert not data_dir.exists()
+
+    path.write_text(path.read_text() + "[rollout]\nmax_row_tokens = 4000\n")
+    refused = run("--config", str(path), "--dry-run")
+    assert (refused.returncode, refused.stdout) == (2, "")
+    assert refused.stderr.startswith("trainer: rollout.max_row_tokens = 4000 is more than the 512 positions of model")
+
+
+def test_the_warm_start_is_a_command_of_the_trainer(tmp_path: Path) -> None:
+    rows, out = tmp_path / "rows.jsonl", tmp_path / "out"
+    rows.write_text(json.dumps({"ids": [1, 9, 10], "weights": [0, 0, 1]}))
+    source = ("--model", str(TINY_MODELS / "tiny-calculator"), "--rows", str(rows))
+    done = run("sft", *source, "--steps", "1", "--out", str(out))
+    assert done.returncode == 0, done.stderr
+    assert (out / "model.safetensors").is_file()
+
+    rows.write_text(json.dumps({"ids": [1, 9, 10], "weights": [0, 0, "1"]}))
+    refused = run("sft", *source, "--steps", "1", "--out", str(out))
+    assert refused.returncode != 0
+    assert refused.stderr.startswith(f"trainer sft: {rows}:1: not a row: ")

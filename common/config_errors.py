@@ -1,0 +1,42 @@
+"""What is wrong with a configuration, in the words of the person who wrote it."""
+
+from __future__ import annotations
+
+import difflib
+
+from pydantic import BaseModel, ValidationError
+
+
+def first_problem(error: ValidationError, document: type[BaseModel]) -> str:
+    """One line with the field and the value; `document` is what was to be made."""
+    first = error.errors()[0]
+    field = ".".join(str(part) for part in first["loc"])
+    if first["type"] == "extra_forbidden":
+        return f"unknown field {field}: {_nearest(first['loc'], document)}"
+    message = first["msg"].removeprefix("Value error, ")
+    # What fails as a whole, or lacks a field, has the whole section as its value: nobody would find the mistake in it.
+    got = "" if isinstance(first["input"], dict) else f" (got {first['input']!r:.80})"
+    return f"{field}: {message}{got}" if field else f"{message}{got}"
+
+
+def _nearest(location: tuple[int | str, ...], document: type[BaseModel]) -> str:
+    """What a field that there is not was meant to be."""
+    *sections, name = (str(part) for part in location)
+    owner = document
+    for section in sections:
+        kind = owner.model_fields[section].annotation
+        if not (isinstance(kind, type) and issubclass(kind, BaseModel)):
+            break
+        owner = kind
+    near = difflib.get_close_matches(name, owner.model_fields, n=1)
+    if near:
+        return f"did you mean {'.'.join([*sections, near[0]])}?"
+    if elsewhere := [
+        f"{section}.{name}"
+        for section, field in document.model_fields.items()
+        if isinstance(field.annotation, type)
+        and issubclass(field.annotation, BaseModel)
+        and name in field.annotation.model_fields
+    ]:
+        return f"did you mean {elsewhere[0]}?"
+    return f"known are {', '.join(owner.model_fields)}"

@@ -1,0 +1,71 @@
+"""What a folder of start weights says of its model, read without loading it: for plans, estimates and checks."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections import Counter
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from common.errors import SetupError
+from common.weights import TensorEntry, WeightsDamaged, read_safetensors_header
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelShape:
+    """Sizes of a model."""
+
+    num_parameters: int | None
+    """None = the folder has no safetensors files to count them in."""
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    context: int | None
+    """Positions that it was made for; None = it does not say."""
+    matrices: Mapping[str, int]
+    """Name of a linear layer, such as q_proj -> rows and columns of all of its matrices, added up."""
+
+    def num_adapter_parameters(self, rank: int, modules: Collection[str]) -> int:
+        """Parameters of a LoRA adapter of this rank on these layers."""
+        return rank * sum(self.matrices.get(module, 0) for module in modules)
+
+
+def read_model_shape(folder: Path) -> ModelShape:
+    """Read config.json and the headers of the weights. Raises SetupError that names the file and the field."""
+    path = folder / "config.json"
+    if not path.is_file():
+        raise SetupError(f"model folder {folder} has no config.json: set `model` to a folder of Hugging Face format")
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"))
+        parts = [read_safetensors_header(file) for file in sorted(folder.glob("*.safetensors"))]
+    except (OSError, ValueError, WeightsDamaged) as error:
+        raise SetupError(f"model folder {folder} cannot be read: {error}") from None
+    # Tensors that are tied are saved once.
+    tensors = {name: tensor for part in parts for name, tensor in part.items()}
+    # Models that also see images keep the sizes of their text part apart.
+    config = config.get("text_config", config)
+    context = config.get("max_position_embeddings")
+    try:
+        return ModelShape(
+            num_parameters=sum(math.prod(tensor.shape) for tensor in tensors.values()) or None,
+            vocab_size=int(config["vocab_size"]),
+            hidden_size=int(config["hidden_size"]),
+            intermediate_size=int(config.get("intermediate_size") or 4 * config["hidden_size"]),
+            num_layers=int(config["num_hidden_layers"]),
+            context=None if context is None else int(context),
+            matrices=_matrices(tensors),
+        )
+    except (KeyError, TypeError, ValueError) as error:
+        raise SetupError(f"{path} does not say how large the model is: {error!r}") from None
+
+
+def _matrices(tensors: Mapping[str, TensorEntry]) -> Counter[str]:
+    sizes: Counter[str] = Counter()
+    for name, tensor in tensors.items():
+        layer, _, kind = name.rpartition(".")
+        if kind == "weight" and len(tensor.shape) == 2:
+            sizes[layer.rpartition(".")[2]] += sum(tensor.shape)
+    return sizes

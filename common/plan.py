@@ -1,0 +1,168 @@
+"""What a run will do, in words, before anything starts: `--dry-run` prints it. Refuses what does not fit the model."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from common.config import RunConfig
+from common.errors import SetupError
+from common.memory import LORA_MODULES, MemoryEstimate, estimate_memory
+from common.model_folder import ModelShape, read_model_shape
+from common.settings import Settings, masked
+
+MIB = 2**20
+
+
+def check_fits_model(config: RunConfig, shape: ModelShape) -> None:
+    """Raise SetupError for a length that the model's context leaves without effect."""
+    if shape.context is None:
+        return
+    for field, value in (
+        ("rollout.max_row_tokens", config.rollout.max_row_tokens),
+        ("rollout.compact_tokens", config.rollout.compact_tokens),
+        ("rollout.max_tokens_per_turn", config.rollout.max_tokens_per_turn),
+    ):
+        if value is not None and value > shape.context:
+            raise SetupError(
+                f"{field} = {value} is more than the {shape.context} positions of model {config.model} "
+                "(max_position_embeddings): no episode could get there"
+            )
+
+
+def plan(config: RunConfig, *, settings: Settings, engines: str, unset: str) -> str:
+    """Lines of what is done, in which amounts, and where it goes.
+
+    `engines` says who samples, `unset` what happens where no database or broker is named.
+
+    Raises SetupError for a model that is missing or does not fit.
+    """
+    shape = read_model_shape(config.model)
+    check_fits_model(config, shape)
+    parts = [
+        *_run(config, shape),
+        *_amounts(config),
+        *_objective(config),
+        *_places(config, settings, engines=engines, unset=unset),
+    ]
+    parts += _memory(estimate_memory(config, shape))
+    return "".join(f"{name:<13} {what}\n" for name, what in parts)
+
+
+def _run(config: RunConfig, shape: ModelShape) -> Iterator[tuple[str, str]]:
+    tasks = config.dataset or f"{config.num_tasks:,} that the handler makes"
+    yield "run", f"{config.name}: handler {config.handler}, tasks {tasks}, seed {config.seed}"
+    size = "unknown" if shape.num_parameters is None else f"{shape.num_parameters:,}"
+    yield (
+        "model",
+        f"{config.model}: {size} parameters, vocabulary {shape.vocab_size:,}, context {shape.context or 'unknown'}",
+    )
+
+
+def _amounts(config: RunConfig) -> Iterator[tuple[str, str]]:
+    train, rollout = config.train, config.rollout
+    extra = f" + {rollout.oversample} that the last of a group are not waited for" if rollout.oversample else ""
+    num_trained = config.num_groups * rollout.group_size
+    yield (
+        "steps",
+        f"{train.num_versions:,} versions x {train.groups_per_step:,} groups x {rollout.group_size} episodes{extra}; "
+        f"{train.minibatches} optimizer step{'s' * (train.minibatches > 1)} each",
+    )
+    num_played = config.num_groups * config.episodes_per_group
+    yield "episodes", f"{num_trained:,} trained in {config.num_groups:,} groups; at least {num_played:,} played"
+    per_episode = rollout.max_turns * rollout.max_tokens_per_turn
+    row = f", rows of at most {rollout.max_row_tokens:,} ids" if rollout.max_row_tokens else ""
+    yield (
+        "tokens",
+        f"at most {per_episode:,} sampled in an episode ({rollout.max_turns} turns x {rollout.max_tokens_per_turn}), "
+        f"{num_trained * per_episode:,} trained in the run{row}; temperature {rollout.temperature:g}, "
+        f"top-p {rollout.top_p:g}",
+    )
+    if train.zero_variance == "refill":
+        yield "refills", f"groups of equal rewards are replaced, up to {train.max_refills:,} for a step"
+    bound = (
+        f"episodes at most {train.max_staleness} version{'s' * (train.max_staleness > 1)} old"
+        if train.max_staleness
+        else "synchronous"
+    )
+    yield (
+        "staleness",
+        f"{bound}; at most {config.groups_in_flight:,} groups "
+        f"({config.groups_in_flight * config.episodes_per_group:,} episodes) in flight",
+    )
+
+
+def _objective(config: RunConfig) -> Iterator[tuple[str, str]]:
+    train = config.train
+    yield "advantage", train.advantage + (f", k = {train.pass_k}" if train.pass_k else "")
+    dual = "" if train.loss == "cispo" or train.dual_clip >= 1e9 else f", dual clip {train.dual_clip:g}"
+    divisor = f" by {train.divisor_tokens:,}" if train.divisor_tokens else ""
+    yield (
+        "loss",
+        f"{train.loss}, ratio to the {train.anchor} policy clipped to {1 - train.clip_low:g} .. {1 + train.clip_high:g}"
+        f"{dual}; mean by {train.average}{divisor}",
+    )
+    yield "correction", _correction(config)
+    terms = []
+    if train.kl != "none":
+        terms.append(f"{train.kl_coefficient:g} x KL ({train.kl_estimator}) in the {train.kl}")
+    if train.entropy_coefficient:
+        terms.append(f"{train.entropy_coefficient:g} x entropy bonus")
+    if train.overlong_tokens:
+        terms.append(f"length penalty up to {train.overlong_tokens:,} tokens, over the last {train.overlong_buffer:,}")
+    if train.truncated == "mask":
+        terms.append("episodes cut off for their length are left out")
+    yield "also in it", "; ".join(terms) or "nothing: no KL, no entropy bonus, no length penalty"
+    if train.lora_rank is not None:
+        alpha = train.lora_alpha or 2 * train.lora_rank
+        yield (
+            "adapter",
+            f"LoRA of rank {train.lora_rank}, alpha {alpha}, on {', '.join(train.lora_modules or LORA_MODULES)}",
+        )
+    yield (
+        "optimizer",
+        f"AdamW, learning rate {train.learning_rate:g} after {train.warmup_steps} steps, half of it at the end; "
+        f"gradients clipped at {train.grad_clip:g}",
+    )
+
+
+def _correction(config: RunConfig) -> str:
+    train = config.train
+    if train.anchor == "behaviour":
+        return "none beside the ratio, which is taken to the policy that sampled"
+    if train.correction == "none":
+        return "none"
+    floor = f"below {train.importance_floor:g} or " if train.importance_floor else ""
+    what = "cut down" if train.correction == "truncate" else "left out"
+    return f"importance weights per {train.correction_level}, {floor}above {train.importance_cap:g} {what}"
+
+
+def _places(config: RunConfig, settings: Settings, *, engines: str, unset: str) -> Iterator[tuple[str, str]]:
+    data_dir = settings.data_dir.resolve()
+    yield "engines", engines
+    where = masked(settings.weights_url) if settings.weights_url else str(data_dir / "weights")
+    kept = f", every {config.train.keep_version_every}th stays" if config.train.keep_version_every else ""
+    yield "weights", f"{where}/{config.name}/, a version a step; old ones are deleted when nobody needs them{kept}"
+    yield "checkpoints", f"{data_dir / 'checkpoints' / config.name}, the newest 2"
+    for name, url in (("database", settings.database_url), ("broker", settings.broker_url)):
+        yield name, masked(url) if url else unset
+    port = settings.metrics_port
+    prometheus = f", Prometheus at http://{settings.metrics_host}:{port}/metrics" if port else ""
+    yield "metrics", ", ".join(["Postgres (train_step)" + prometheus, *config.tracking.sinks])
+
+
+def _memory(estimate: MemoryEstimate | None) -> Iterator[tuple[str, str]]:
+    if estimate is None:
+        yield "memory", "not known: the model folder has no safetensors files"
+        return
+    yield "memory", f"about {_size(estimate.total)} of tensors in the trainer, in float32:"
+    yield "", f"parameters {_size(estimate.parameters)}, gradients {_size(estimate.gradients)},"
+    yield "", f"AdamW {_size(estimate.optimizer)}, copy of the start weights {_size(estimate.reference)},"
+    yield (
+        "",
+        f"a micro-batch of {estimate.positions:,} ids: activations {_size(estimate.activations)}, "
+        f"logits {_size(estimate.logits)}",
+    )
+
+
+def _size(num_bytes: int) -> str:
+    return f"{num_bytes / MIB / 1024:.1f} GiB" if num_bytes >= 1024 * MIB else f"{num_bytes / MIB:.1f} MiB"

@@ -1,0 +1,110 @@
+"""Groups for a trainer of one's own: the ids that were sampled, in the shapes of others, each trained once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from sqlalchemy import text
+
+from common.db import report
+from common.errors import SetupError
+from common.weights import WeightStore
+from tests.integration.world import World
+from trainer.batches import GroupSource, check_even, trl_batch, verl_batch
+
+NO_BROKER = "amqp://guest:guest@127.0.0.1:1//"
+"""Nothing listens there: announcements fail, which the trainer bears."""
+
+
+def write_version(folder: Path) -> None:
+    (folder / "model.safetensors").write_bytes((2).to_bytes(8, "little") + b"{}")
+
+
+@pytest.fixture
+def open_source(world: World, tmp_path: Path) -> Callable[[], GroupSource]:
+    """A source as a new process would open it."""
+
+    def make() -> GroupSource:
+        weights = WeightStore(tmp_path / "weights")
+        return GroupSource(run=world.run, database=world.database, weights=weights, broker_url=NO_BROKER)
+
+    return make
+
+
+def play(world: World, *, version: int = 0) -> list[int]:
+    """Two groups of two episodes with rewards 0, 1, 0, 1; the ids of the episodes."""
+    wakeups = world.feed(2)
+    for number, wakeup in enumerate(wakeups):
+        world.finish(wakeup, version=version, reward=float(number % 2))
+    return [wakeup.episode_id for wakeup in wakeups]
+
+
+def test_rows_are_what_was_sampled_in_the_shapes_of_others(
+    world: World, open_source: Callable[[], GroupSource]
+) -> None:
+    source = open_source()
+    assert source.start(write_version) == 0
+    episode_ids = play(world)
+    taken = source.take(0)
+    assert taken is not None
+    assert (taken.version, taken.metrics["reward_mean"]) == (0, 0.5)
+
+    trl = trl_batch(taken.rows)
+    assert trl.prompt_ids == [[1, 2, 3]] * 4
+    assert trl.completion_ids == [[5, 6, 7]] * 4
+    assert trl.tool_mask == [[1, 1, 1]] * 4
+    assert trl.logprobs == [[-0.25, -0.5, -0.75]] * 4
+    assert (trl.rewards, trl.episode_ids) == ([0.0, 1.0, 0.0, 1.0], episode_ids)
+    assert trl.advantages == pytest.approx([-1, 1, -1, 1], abs=1e-3)
+    assert trl.group_ids[0] == trl.group_ids[1] != trl.group_ids[2] == trl.group_ids[3]
+    check_even(taken.rows, group_size=2)
+
+    verl = verl_batch(taken.rows, pad_id=0)
+    assert verl.input_ids.tolist() == [[1, 2, 3, 5, 6, 7]] * 4
+    assert verl.token_level_scores[:, -1].tolist() == trl.rewards
+    assert verl.uid.tolist() == [str(group_id) for group_id in trl.group_ids]
+    assert source.finish(taken, write_version, metrics={"loss": 0.25})
+    with world.database.begin() as conn:
+        step = conn.execute(text("SELECT state, metrics ->> 'loss' AS loss FROM train_step")).one()
+        assert tuple(step) == ("DONE", "0.25")
+        assert report.summary(conn, world.run.id).token_mismatches == 0
+
+
+def test_a_step_that_was_not_finished_comes_again_whole_and_a_finished_one_never(
+    world: World, open_source: Callable[[], GroupSource]
+) -> None:
+    source = open_source()
+    source.start(write_version)
+    episode_ids = play(world)
+    first = source.take(0)
+    assert first is not None
+    # The process dies here. Another finds the same groups, in the same order.
+    second_source = open_source()
+    assert second_source.start(write_version) == 0
+    again = second_source.take(0)
+    assert again is not None
+    assert again.work.step == first.work.step
+    assert [row.sample.episode_id for row in again.rows] == episode_ids
+    assert second_source.finish(again, write_version)
+    # The first was not dead after all: its step is the other's.
+    with pytest.raises(SetupError, match="another trainer has finished it"):
+        source.finish(first, write_version)
+    assert open_source().start(write_version) == 1
+    with world.database.begin() as conn:
+        trained = conn.execute(text("SELECT episode_id FROM trained_episode ORDER BY 1")).scalars().all()
+        assert trained == episode_ids
+    play(world, version=1)
+    later = second_source.take(1)
+    assert later is not None
+    assert not {row.sample.episode_id for row in later.rows} & set(episode_ids)
+
+
+def test_the_end_of_the_run_is_the_end_of_the_groups(world: World, open_source: Callable[[], GroupSource]) -> None:
+    source = open_source()
+    assert source.take(world.run.config.train.num_versions) is None
+    with world.database.begin() as conn:
+        assert conn.execute(text("SELECT state FROM run")).scalar_one() == "FINISHED"
+    source.stop.set()
+    assert source.take(0) is None

@@ -1,0 +1,49 @@
+"""What a step was given, checked before it is trained: each mistake is one line with the id and the field."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import isfinite
+from numbers import Real
+
+from common.db.steps import ScoredGroup
+from trainer.samples import Sample
+
+
+def check_groups(groups: Sequence[ScoredGroup], *, max_size: int) -> None:
+    """Raise ValueError for a group without episodes or of more than were made, and for a reward that is no number."""
+    for group in groups:
+        if not group.episodes:
+            raise ValueError(f"group {group.group_id}: it has no scored episode")
+        if len(group.episodes) > max_size:
+            raise ValueError(
+                f"group {group.group_id}: it has {len(group.episodes)} scored episodes, but "
+                f"rollout.group_size + rollout.oversample = {max_size}"
+            )
+        for episode in group.episodes:
+            reward: object = episode.reward
+            if isinstance(reward, bool) or not isinstance(reward, Real) or not isfinite(reward):
+                raise ValueError(
+                    f"group {group.group_id} episode {episode.episode_id}: reward must be a finite number, "
+                    f"got {reward!r}"
+                )
+
+
+def check_rows(samples: Sequence[Sample], *, context: int | None, vocab_size: int) -> None:
+    """Raise ValueError for a row that the model has no positions for, or an id that it has no embedding for.
+
+    Models with rotary positions would compute such a row without complaint, and wrongly.
+    """
+    for sample in samples:
+        where = f"episode {sample.episode_id} row {sample.index}"
+        if context is not None and len(sample.ids_L) > context:
+            raise ValueError(
+                f"{where}: its {len(sample.ids_L)} ids are more than the {context} positions of the model "
+                "(max_position_embeddings): give engines no longer context, or set rollout.max_row_tokens"
+            )
+        if len(sample.ids_L) and not 0 <= sample.ids_L.min() <= sample.ids_L.max() < vocab_size:
+            odd = next(int(token_id) for token_id in sample.ids_L if not 0 <= token_id < vocab_size)
+            raise ValueError(
+                f"{where}: id {odd} is not in the model's vocabulary of {vocab_size} (vocab_size): "
+                "the engine serves another model"
+            )
