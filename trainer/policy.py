@@ -25,7 +25,17 @@ from trainer.lora import adapter_parameters, with_adapter, without_adapter
 from trainer.losses import StepTotals, TokenStats, needs_all_rows, policy_loss
 from trainer.modelling import recompute_layers, set_up
 from trainer.ranks import Ranks, on_all_ranks
-from trainer.samples import Batch, Sample, deal, fresh_mask, microbatches, pad, without_sampled
+from trainer.samples import (
+    Batch,
+    Sample,
+    deal,
+    fresh_mask,
+    microbatches,
+    num_tokens_by_episode,
+    pad,
+    split_by_group,
+    without_sampled,
+)
 from trainer.sharding import shard, spread_like, whole
 
 NUM_PROBED = 32
@@ -388,28 +398,6 @@ def learning_rate(train: TrainConfig, version: int) -> float:
         return train.learning_rate * (version + 1) / train.warmup_steps
     decay_steps = max(train.num_versions - 1 - train.warmup_steps, 1)
     return train.learning_rate * (1 - 0.5 * (version - train.warmup_steps) / decay_steps)
-
-
-def num_tokens_by_episode(samples: Sequence[Sample]) -> Counter[int]:
-    """Episode id -> sampled tokens of all its rows."""
-    tokens: Counter[int] = Counter()
-    for sample in samples:
-        tokens[sample.episode_id] += sample.num_tokens
-    return tokens
-
-
-def split_by_group(samples: Sequence[Sample], *, parts: int, randomness: random.Random) -> list[list[Sample]]:
-    """Minibatches of whole groups, in random order; siblings stay together, and no part is empty.
-
-    However many rows an episode gives, a step has as many minibatches, and an episode's rows are in one of them.
-    """
-    groups: dict[int, list[Sample]] = {}
-    for sample in samples:
-        groups.setdefault(sample.group_id, []).append(sample)
-    shuffled = [groups[group_id] for group_id in sorted(groups)]
-    randomness.shuffle(shuffled)
-    split = [[sample for group in shuffled[start::parts] for sample in group] for start in range(parts)]
-    return [part for part in split if part]
 
 
 def _score(scorer: TokenScorer, batch: Batch, *, with_entropies: bool = False) -> tuple[torch.Tensor, torch.Tensor]:

@@ -5,6 +5,8 @@ Legend: B rows of a batch, L positions of a row, T sampled tokens.
 
 from __future__ import annotations
 
+import random
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 from itertools import groupby
@@ -203,6 +205,28 @@ def without_sampled(sample: Sample) -> Sample:
         behaviour_logprobs_L=np.zeros(1, dtype=np.float32),
         versions_L=np.full(1, NO_VERSION, dtype=np.int32),
     )
+
+
+def num_tokens_by_episode(samples: Sequence[Sample]) -> Counter[int]:
+    """Episode id -> sampled tokens of all its rows."""
+    tokens: Counter[int] = Counter()
+    for sample in samples:
+        tokens[sample.episode_id] += sample.num_tokens
+    return tokens
+
+
+def split_by_group(samples: Sequence[Sample], *, parts: int, randomness: random.Random) -> list[list[Sample]]:
+    """Minibatches of whole groups, in random order; siblings stay together, and no part is empty.
+
+    However many rows an episode gives, a step has as many minibatches, and an episode's rows are in one of them.
+    """
+    groups: dict[int, list[Sample]] = {}
+    for sample in samples:
+        groups.setdefault(sample.group_id, []).append(sample)
+    shuffled = [groups[group_id] for group_id in sorted(groups)]
+    randomness.shuffle(shuffled)
+    split = [[sample for group in shuffled[start::parts] for sample in group] for start in range(parts)]
+    return [part for part in split if part]
 
 
 def _sampled_runs(sample: Sample) -> list[slice]:

@@ -14,8 +14,8 @@ import torch
 from common.config import RunConfig, TrainConfig
 from common.errors import SetupError
 from trainer.losses import StepTotals, policy_loss
-from trainer.policy import Policy, TrainingError, learning_rate, split_by_group
-from trainer.samples import Sample, pad
+from trainer.policy import Policy, TrainingError, learning_rate
+from trainer.samples import Sample, pad, split_by_group
 
 MakeSample = Callable[..., Sample]
 MakePolicy = Callable[..., Policy]

@@ -17,8 +17,8 @@ from common.db.steps import ScoredGroup
 from common.episode import ScoredEpisode, TurnTokens
 from trainer.loop import account, prepare
 from trainer.losses import StepTotals, policy_loss
-from trainer.policy import Policy, num_tokens_by_episode, split_by_group
-from trainer.samples import Sample, make_samples, samples_digest
+from trainer.policy import Policy
+from trainer.samples import Sample, make_samples, num_tokens_by_episode, samples_digest, split_by_group
 
 MakePolicy = Callable[..., Policy]
 AVERAGES = ({"average": "token"}, {"average": "episode"}, {"average": "constant", "divisor_tokens": 32})
