@@ -107,15 +107,23 @@ class TrainConfig(Section):
 
     groups_per_step: int = Field(default=16, ge=1)
     """Groups in one training step, which makes one version."""
-    num_versions: int = Field(default=40, ge=1)
-    """The run is finished when this version is published."""
+    num_versions: int = Field(default=40, ge=0)
+    """The run is finished when this version is published, and evaluated where there is an [eval]. 0 = nothing is
+    trained: the start weights are evaluated."""
     max_staleness: int = Field(default=1, ge=0)
     """Largest allowed (version being trained - oldest version among an episode's tokens). 0 = synchronous."""
+    late_groups: Literal["drop", "wait"] = "drop"
+    """What becomes of groups that take so long that max_staleness would be exceeded: they are dropped when they are
+    complete, so that the policy never learns from its longest episodes; or the step that would make them too old waits
+    for them."""
     minibatches: int = Field(default=2, ge=1)
     """Optimizer steps per training step."""
     keep_version_every: int | None = Field(default=None, ge=1)
     """Every n-th version stays in the weight store; None = all but the newest max_staleness + 2 are deleted once no
     engine and no episode that goes on names them. Version 0 always stays."""
+    keep_checkpoints: int = Field(default=2, ge=1)
+    """Newest checkpoints that stay, each about three times the weights in float32; one more while a step is written.
+    When the newest is damaged, the optimizer's state comes from the one before: with 1 there is none."""
     learning_rate: float = Field(default=1e-3, gt=0)
     warmup_steps: int = Field(default=5, ge=0)
     """Training steps of linear warm-up; then linear decay to half."""
@@ -123,6 +131,20 @@ class TrainConfig(Section):
     beta2: float = Field(default=0.99, ge=0, lt=1)
     grad_clip: float = Field(default=0.2, gt=0)
     """Largest gradient norm."""
+    max_positions: int = Field(default=4096, ge=1)
+    """Token positions of one forward and backward pass; the gradient adds up over the passes. Padding counts, unless
+    there is packing. A longer row has a pass of its own."""
+    packing: bool = False
+    """Put the rows of a pass one after the other, without padding and without attention between them."""
+    max_logits: int = Field(default=2**26, ge=1)
+    """Logits (token positions x vocabulary) that exist at once, in float32, some four times; 2**26 are 256 MiB. A pass
+    that needs more computes them in chunks, twice."""
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """What matrix products are computed in. Weights, gradients and the optimizer's state are float32 in either case."""
+    attention: Literal["sdpa", "flash_attention_2", "flash_attention_3"] = "sdpa"
+    """torch's own attention, or that of the flash-attn package, which must be installed and takes bfloat16 on a GPU."""
+    gradient_checkpointing: bool = False
+    """Keep only the inputs of each layer for the backward pass and compute the layer again there: a third more work."""
     lora_rank: int | None = Field(default=None, ge=1, le=512)
     """Train a LoRA adapter of this rank over the frozen start weights, and publish adapters in place of whole models;
     None = train all weights. learning_rate is then the adapter's, usually some ten times higher."""
@@ -207,6 +229,12 @@ class TrainConfig(Section):
         return self
 
     @model_validator(mode="after")
+    def _computing_fits(self) -> Self:
+        if self.attention != "sdpa" and self.dtype != "bfloat16":
+            raise ValueError(f'attention = {self.attention!r} is for dtype = "bfloat16" (got {self.dtype!r})')
+        return self
+
+    @model_validator(mode="after")
     def _correction_fits(self) -> Self:
         changed = self.correction != "truncate" or self.correction_level != "token"
         if changed and self.anchor == "behaviour":
@@ -249,6 +277,45 @@ class TrainConfig(Section):
         if self.zero_variance == "train":
             return 0
         return self.max_refills_per_step or 10 * self.groups_per_step
+
+
+class EvalConfig(Section):
+    """Evaluation of versions on held-out tasks, beside the training and never part of it.
+
+    While a version is evaluated, engines that serve it stay with it, so all tokens are its own; training goes on with
+    it as far as max_staleness allows. An evaluation that takes longer than max_staleness steps so holds training up.
+    """
+
+    every_versions: int = Field(default=10, ge=1, le=MAX_COUNT)
+    """Each n-th version is evaluated, from version 0 on, and the last one; before that the run is not finished."""
+    dataset: Path | None = None
+    """JSON lines, one held-out task a line; None = the handler makes them from `seed`."""
+    num_tasks: int = Field(default=64, ge=1, le=MAX_COUNT)
+    """Tasks at most: of the data set the first ones. Those that are also trained on are left out."""
+    seed: int = 1_000_003
+    """Of the tasks that the handler makes."""
+    samples_per_task: int = Field(default=1, ge=1, le=1000)
+    """Episodes of each task: the more, the less noise, and pass@k up to this k."""
+    success_reward: float = 1.0
+    """Reward from which on an episode counts as solved, for pass@k."""
+    temperature: float | None = Field(default=None, ge=0, le=2)
+    """Sampling temperature; 0 = the likeliest token always, None = as in training."""
+    top_p: float | None = Field(default=None, gt=0, le=1)
+    """None = as in training."""
+    max_tokens_per_turn: int | None = Field(default=None, ge=1)
+    """None = as in training."""
+    max_episodes_in_flight: int = Field(default=32, ge=1, le=MAX_COUNT)
+    """Evaluation episodes at once. They come beyond the limits in [sharing] and ROLLMILL_MAX_EPISODES_IN_FLIGHT, and
+    are counted in them: training gets the rest."""
+
+    @model_validator(mode="after")
+    def _a_task_fits(self) -> Self:
+        if self.samples_per_task > self.max_episodes_in_flight:
+            raise ValueError(
+                f"samples_per_task = {self.samples_per_task} is more than max_episodes_in_flight = "
+                f"{self.max_episodes_in_flight}: not one task could be played"
+            )
+        return self
 
 
 class SharingConfig(Section):
@@ -308,6 +375,8 @@ class RunConfig(Section):
     rollout: RolloutConfig = RolloutConfig()
     render: RenderConfig = RenderConfig()
     train: TrainConfig = TrainConfig()
+    eval: EvalConfig | None = None
+    """None = no version is evaluated."""
     sharing: SharingConfig = SharingConfig()
     tracking: TrackingConfig = TrackingConfig()
     sandbox: SandboxConfig = SandboxConfig()
@@ -345,6 +414,19 @@ class RunConfig(Section):
     def _limits_fit(self) -> Self:
         self.sharing.check(episodes_per_group=self.episodes_per_group)
         return self
+
+    @model_validator(mode="after")
+    def _has_something_to_do(self) -> Self:
+        if self.train.num_versions == 0 and self.eval is None:
+            raise ValueError("train.num_versions = 0 trains nothing: add an [eval] section, or train a version")
+        return self
+
+    @property
+    def eval_rollout(self) -> RolloutConfig:
+        """How evaluation episodes are played."""
+        assert self.eval is not None, f"run {self.name} has no [eval]"
+        own = self.eval.model_dump(include={"temperature", "top_p", "max_tokens_per_turn"}, exclude_none=True)
+        return self.rollout.model_copy(update=own)
 
     @property
     def episodes_per_group(self) -> int:

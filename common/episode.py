@@ -80,6 +80,8 @@ class GroupState(StrEnum):
     """Its step is done. Final."""
     DROPPED = "DROPPED"
     """It will not be trained; `drop_reason` says why. Final."""
+    EVALUATED = "EVALUATED"
+    """It was played to evaluate a version, and was never for training. Final."""
 
 
 class DropReason(StrEnum):

@@ -109,6 +109,9 @@ class ObjectStore:
                 self._files.rm(path, recursive=True)
         return sorted(set(doomed.values()))
 
+    def sweep(self, run: str) -> None:
+        """Nothing: objects without a manifest are no version, and are written over or pruned as one."""
+
     def _path(self, location: str) -> str:
         return f"{self._root}{location.removeprefix(self.url)}"
 

@@ -128,6 +128,9 @@ class VersionStore(Protocol):
         Deletes also what publishing versions that old left behind when it was killed.
         """
 
+    def sweep(self, run: str) -> None:
+        """Delete all that publishing left behind when it was killed. Nothing may be publishing the run meanwhile."""
+
 
 class WeightStore:
     """Versions below one folder that the trainer and the engines share."""
@@ -177,6 +180,16 @@ class WeightStore:
         for entry in doomed:
             shutil.rmtree(entry)
         return sorted(number for number in doomed.values() if number is not None)
+
+    def sweep(self, run: str) -> None:
+        """Delete drafts; see VersionStore."""
+        for draft in (self.root / run).glob(".draft-*"):
+            shutil.rmtree(draft)
+
+    def numbers(self, run: str) -> list[int]:
+        """Of the versions that are there, in order."""
+        found = [_ENTRY.fullmatch(entry.name) for entry in (self.root / run).glob("[0-9]*")]
+        return sorted(int(entry["number"]) for entry in found if entry)
 
 
 def describe(folder: Path) -> Manifest:

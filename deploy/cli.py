@@ -133,6 +133,52 @@ def up(
     )
 
 
+@app.command(
+    "eval",
+    epilog="[bold]rollmill eval --config run.toml --model models/my-start-weights --episodes 200[/]   ·   "
+    "[bold]rollmill eval --config run.toml --model DATA/weights/my-run/000040 --dataset test.jsonl[/]",
+)
+def evaluate(
+    config: Annotated[Path, typer.Option(help="A run's TOML file: handler, \\[rollout], \\[eval].")],
+    model: Annotated[
+        Path | None, typer.Option(help="Model folder, or a version's weights.", show_default="the run's model")
+    ] = None,
+    dataset: Annotated[Path | None, typer.Option(help="JSON lines, one task a line.")] = None,
+    episodes: Annotated[int | None, typer.Option(min=1, help="At most so many, rounded up to whole tasks.")] = None,
+    samples: Annotated[int | None, typer.Option(min=1, max=1000, help="Episodes of each task.")] = None,
+    report: ReportFile = None,
+    broker: Broker = BrokerKind.VALKEY,
+    engine: Engine = EngineKind.SMALL,
+    data_dir: DataDir = None,
+) -> None:
+    """Play tasks with a model on this machine, without training: mean reward, standard error, pass@k.
+
+    Exit code 1 if infrastructure failed under episodes, which have no reward then. Ctrl-C stops; the same command
+    goes on.
+    """
+    settings = settings_for(data_dir)
+    from deploy.evaluate import Asked, eval_config, evaluate_locally
+    from deploy.local_run import Order
+
+    asked = Asked(model=model, dataset=dataset, episodes=episodes, samples_per_task=samples)
+    result = evaluate_locally(
+        Order(
+            config=with_tasks(with_handler(with_model(eval_config(load_run_config(config), asked)))),
+            settings=settings,
+            broker=broker,
+            engine=engine,
+            numbered=True,
+            report_file=report,
+            setup_s=None,
+            keep_up=False,
+            stall_limit_s=None,
+        ),
+        console=Console(),
+    )
+    if result.scored < result.episodes or result.error is not None:
+        raise typer.Exit(1)
+
+
 @app.command()
 def status(data_dir: DataDir = None) -> None:
     """List the runs of the database and how they stand."""
@@ -178,7 +224,8 @@ def sql(
 ) -> None:
     """Ask the database: a table on a terminal, tab-separated values in a pipe.
 
-    Views: samples, turns, reward_by_version, staleness, episode_timings, failures_by_kind, stage_throughput.
+    Views: samples, turns, reward_by_version, evaluation, staleness, episode_timings, failures_by_kind,
+    stage_throughput.
     """
     settings = settings_for(data_dir)
     from common.db.examples import ask

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
+from common.db.evaluations import Evaluation
+
 EIGHTHS = " ▁▂▃▄▅▆▇█"
 MAX_COLUMNS = 8
 """Width of a version in a short curve."""
@@ -13,6 +15,8 @@ SMOOTH_OVER = 5
 
 Curve = Sequence[float | None]
 """[policy versions] mean reward; None = the version has no episodes."""
+Point = tuple[int, float, float]
+"""(policy version, mean reward, its standard error)."""
 
 
 def limits(curve: Curve) -> tuple[float, float]:
@@ -61,22 +65,32 @@ def draw_in_terminal(curve: Curve, *, width: int, height: int = 10) -> str:
     return "\n".join([*lines, "      └" + "─" * length, "       0" + axis + last])
 
 
-def write_png(curve: Curve, path: Path, *, title: str) -> None:
-    """Draw the curve with its moving mean into a file; the folder is made. Raises ImportError without matplotlib."""
+def held_out_points(evaluations: Sequence[Evaluation]) -> list[Point]:
+    """Those of the evaluations that have a figure."""
+    return [
+        (one.version, one.mean_reward, one.standard_error or 0.0) for one in evaluations if one.mean_reward is not None
+    ]
+
+
+def write_png(curve: Curve, path: Path, *, title: str, held_out: Sequence[Point] = ()) -> None:
+    """Draw the curve with its moving mean, and evaluations, into a file; the folder is made.
+
+    Raises ImportError without matplotlib.
+    """
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(8, 4.5), dpi=120, layout="constrained")
     axes = figure.add_subplot()
-    low, high = limits(curve)
+    low, high = limits([*curve, *(mean for _, mean, _ in held_out)])
     span = high - low
     axes.set(title=title, xlabel="policy version", ylabel="mean reward", ylim=(low - 0.02 * span, high + 0.02 * span))
     axes.grid(alpha=0.3)
     axes.spines[["top", "right"]].set_visible(False)
-    for means, style, label in (
+    for smoothed, style, label in (
         (curve, "o", "mean over a version's episodes"),
         (moving_mean(curve), "-", f"mean of {SMOOTH_OVER} versions"),
     ):
-        known = [(version, mean) for version, mean in enumerate(means) if mean is not None]
+        known = [(version, mean) for version, mean in enumerate(smoothed) if mean is not None]
         axes.plot(
             [version for version, _ in known],
             [mean for _, mean in known],
@@ -84,6 +98,11 @@ def write_png(curve: Curve, path: Path, *, title: str) -> None:
             color="tab:blue",
             alpha=0.45 if style == "o" else 1.0,
             label=label,
+        )
+    if held_out:
+        numbers, means, errors = zip(*held_out, strict=True)
+        axes.errorbar(
+            numbers, means, yerr=errors, fmt="s-", capsize=3, color="tab:orange", label="held-out tasks ± s.e."
         )
     axes.legend(loc="lower right", frameon=False)
     path.parent.mkdir(parents=True, exist_ok=True)

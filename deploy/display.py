@@ -15,10 +15,11 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from common.db.evaluations import Evaluation
 from common.db.snapshot import Snapshot
 from common.episode import EpisodeState, GroupState, Stage
 from deploy.curve import sparkline
-from deploy.progress import View, duration, last_reward, short_failure
+from deploy.progress import View, duration, evaluated, last_evaluation, last_reward, short_failure
 from deploy.supervisor import ProcessStatus, State
 
 PLAIN_EVERY_S = 5.0
@@ -100,6 +101,7 @@ def plain_line(view: View) -> str:
         parts += [
             f"version {_or_dash(snapshot.version_newest)}/{view.config.train.num_versions}",
             f"reward {last.mean_reward:.2f}" if last else "reward -",
+            *([f"held out {evaluated(held_out)}"] if (held_out := last_evaluation(snapshot.evaluations)) else []),
             f"lag {lag}",
             f"waiting+working {waiting}",
             f"scored {snapshot.episodes[EpisodeState.SCORED]}",
@@ -135,6 +137,8 @@ def _figures(view: View) -> Table:
     shown = [reward.mean_reward for reward in snapshot.rewards if last is not None and reward.version <= last.version]
     mean = f"[bold]{last.mean_reward:.2f}[/] at version {last.version}" if last else "-"
     table.add_row("mean reward", mean, Text(sparkline(shown, width=SPARKLINE_WIDTH), "green"))
+    if snapshot.evaluations:
+        table.add_row("held-out tasks", *_evaluation(snapshot.evaluations))
     bound = view.config.train.max_staleness
     table.add_row(
         "staleness",
@@ -149,6 +153,14 @@ def _figures(view: View) -> Table:
     return table
 
 
+def _evaluation(evaluations: Sequence[Evaluation]) -> tuple[str, str]:
+    last, now = last_evaluation(evaluations), next((one for one in evaluations if not one.finished), None)
+    mean = "-" if last is None else f"[bold]{evaluated(last)}[/] at version {last.version}"
+    if now is None:
+        return mean, ""
+    return mean, f"version {now.version}: {now.episodes - now.under_way} of {now.episodes} episodes so far"
+
+
 def _stages(snapshot: Snapshot) -> Table:
     table = Table(box=None, padding=(0, 2), pad_edge=False, header_style="dim")
     for name in ("stage", "waiting", "working", "done"):
@@ -160,7 +172,11 @@ def _stages(snapshot: Snapshot) -> Table:
 
 
 def _groups(snapshot: Snapshot) -> Text:
-    groups = "  ".join(f"{state.lower()} {snapshot.groups[state]:,}" for state in GroupState)
+    groups = "  ".join(
+        f"{state.lower()} {snapshot.groups[state]:,}"
+        for state in GroupState
+        if snapshot.groups[state] or state is not GroupState.EVALUATED
+    )
     line = Text.assemble(("groups     ", "dim"), groups)
     for state in (EpisodeState.FAILED, EpisodeState.CANCELLED):
         if snapshot.episodes[state]:

@@ -54,6 +54,7 @@ SCHEMAS: Mapping[Extract, pa.Schema] = {
             "version_max": pa.int32(),
             "num_turns": pa.int32(),
             "num_sampled": pa.int32(),
+            "eval_version": pa.int32(),
             "group_state": pa.string(),
             "drop_reason": pa.string(),
             "step_id": pa.int64(),

@@ -58,7 +58,8 @@ class StackPlan:
 
     model_dir: Path
     """The engine's start weights and tokenizer."""
-    trainer_config: Path
+    trainer_config: Path | None
+    """None = no trainer."""
     trainer: str = "trainer"
     """Module that trains: `python -m TRAINER --config FILE`."""
     broker: BrokerKind = BrokerKind.VALKEY
@@ -181,7 +182,7 @@ class LocalStack:
 
 
 def work_specs(addresses: StackAddresses, *, plan: StackPlan, data_dir: Path) -> list[ProcessSpec]:
-    """Engine, fleets, feeder, reaper and trainer. They import for seconds, so they start together."""
+    """Engine, fleets, feeder, reaper and trainer, if any. They import for seconds, so they start together."""
     env = {
         "ROLLMILL_DATABASE_URL": addresses.database_url,
         "ROLLMILL_BROKER_URL": addresses.broker_url,
@@ -196,18 +197,16 @@ def work_specs(addresses: StackAddresses, *, plan: StackPlan, data_dir: Path) ->
         return ProcessSpec(name=name, argv=(sys.executable, "-m", *arguments), env=env, **treatment)
 
     engine_port = int(addresses.engine_url.rpartition(":")[2])
-    return [
+    specs = [
         engine_spec(plan.engine, model=plan.model_dir, port=engine_port, env=env, lora=plan.lora),
         *(python(f"fleet-{stage}", "workers.fleet", stage) for stage in Stage),
         python("feeder", "workers.feeder"),
         python("reaper", "workers.reaper", "--resend-all"),
-        python(
-            "trainer",
-            *(plan.trainer, "--config", str(plan.trainer_config)),
-            restart=Restart.ON_FAILURE,
-            stop_timeout_s=30.0,
-        ),
     ]
+    if plan.trainer_config is not None:
+        arguments = (plan.trainer, "--config", str(plan.trainer_config))
+        specs.append(python("trainer", *arguments, restart=Restart.ON_FAILURE, stop_timeout_s=30.0))
+    return specs
 
 
 def addresses_file(data_dir: Path) -> Path:

@@ -112,9 +112,10 @@ def run_locally(order: Order, *, console: Console) -> None:
         check_writable(order.report_file)
     check_engine_installed(order.engine)
     data_dir = order.settings.data_dir
+    config_file = data_dir / "run.toml"
     plan = StackPlan(
         model_dir=order.config.model,
-        trainer_config=data_dir / "run.toml",
+        trainer_config=config_file,
         trainer=order.trainer,
         broker=order.broker,
         engine=order.engine,
@@ -124,9 +125,7 @@ def run_locally(order: Order, *, console: Console) -> None:
     with LocalStack(order.settings, plan) as stack:
         log_file = stack.folder.log_file("rollmill")
         with logging_to(log_file, level=order.settings.log_level, console=console):
-            report = _run_to_its_end(
-                stack, order, config_file=plan.trainer_config, console=console, started_s=started_s
-            )
+            report = _run_to_its_end(stack, order, config_file=config_file, console=console, started_s=started_s)
             if order.keep_up:
                 present(report, console=console, data_dir=data_dir, json_file=order.report_file)
                 _stay(stack, console=console)

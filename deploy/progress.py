@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from common.config import RunConfig
+from common.db.evaluations import Evaluation
 from common.db.snapshot import Snapshot, VersionReward
 from common.episode import FINAL_STATES, RunState
 from deploy.supervisor import ProcessStatus
@@ -109,6 +110,17 @@ def last_reward(snapshot: Snapshot, config: RunConfig) -> VersionReward | None:
         rewards = tuple(reward for reward in rewards if reward.version < oldest_in_play) or rewards[:1]
     enough = config.train.groups_per_step * config.rollout.group_size / 2
     return next(reversed([reward for reward in rewards if reward.episodes >= enough] or rewards), None)
+
+
+def last_evaluation(evaluations: Sequence[Evaluation]) -> Evaluation | None:
+    """That of the newest version whose evaluation is over and gave a figure; None = there is none."""
+    return next((one for one in reversed(evaluations) if one.finished and one.mean_reward is not None), None)
+
+
+def evaluated(evaluation: Evaluation) -> str:
+    """Mean reward and standard error: 0.87 ± 0.02."""
+    mean, error = evaluation.mean_reward, evaluation.standard_error
+    return "-" if mean is None else f"{mean:.2f}" + ("" if error is None else f" ± {error:.2f}")
 
 
 def short_failure(failure: str) -> str:

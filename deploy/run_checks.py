@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from importlib.metadata import entry_points
+from pathlib import Path
 
 from common.config import RunConfig
 from common.dataset import read_lines
@@ -22,15 +23,24 @@ def with_model(config: RunConfig) -> RunConfig:
     if not (model / "config.json").exists():
         raise SetupError(f"model folder {model} of run {config.name} holds no model: there is no config.json in it")
     return config.model_copy(
-        update={"model": model, "dataset": config.dataset.absolute() if config.dataset is not None else None}
+        update={
+            "model": model,
+            "dataset": _absolute(config.dataset),
+            "eval": config.eval and config.eval.model_copy(update={"dataset": _absolute(config.eval.dataset)}),
+        }
     )
+
+
+def _absolute(path: Path | None) -> Path | None:
+    return path.absolute() if path is not None else None
 
 
 def with_tasks(config: RunConfig) -> RunConfig:
     """The configuration. Raises SetupError for a data set that cannot be read."""
-    if config.dataset is not None:
-        for _ in read_lines(config.dataset):
-            pass
+    for dataset in (config.dataset, None if config.eval is None else config.eval.dataset):
+        if dataset is not None:
+            for _ in read_lines(dataset):
+                pass
     return config
 
 

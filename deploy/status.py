@@ -9,7 +9,7 @@ from rich.text import Text
 from common.db.session import Database
 from common.db.snapshot import Snapshot, groups_dropped, newest_runs, take_snapshot
 from common.episode import EpisodeState, RunState
-from deploy.progress import last_reward, num_final
+from deploy.progress import evaluated, last_evaluation, last_reward, num_final
 
 MAX_RUNS = 20
 LEFT = ("run", "state", "groups dropped")
@@ -19,18 +19,19 @@ def status_table(database: Database) -> RenderableType:
     """The newest runs, newest first; below them why those that go on do not come further."""
     troubles = []
     table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, header_style="dim")
-    for name in ("run", "state", "version", "reward", "episodes", "failed", "cancelled", "groups dropped"):
+    for name in ("run", "state", "version", "reward", "held out", "episodes", "failed", "cancelled", "groups dropped"):
         table.add_column(name, justify="left" if name in LEFT else "right", no_wrap=name != "groups dropped")
     with database.begin() as conn:
         for run in newest_runs(conn, limit=MAX_RUNS):
             now = take_snapshot(conn, run.id)
-            last = last_reward(now, run.config)
+            last, held_out = last_reward(now, run.config), last_evaluation(now.evaluations)
             version = "-" if now.version_newest is None else now.version_newest
             table.add_row(
                 run.name,
                 now.state.lower(),
                 f"{version} of {run.config.train.num_versions}",
                 f"{last.mean_reward:.2f}" if last else "-",
+                f"{evaluated(held_out)} at {held_out.version}" if held_out else "-",
                 f"{num_final(now):,} of {sum(now.episodes.values()):,}",
                 f"{now.episodes[EpisodeState.FAILED]:,}",
                 f"{now.episodes[EpisodeState.CANCELLED]:,}",

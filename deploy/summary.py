@@ -14,11 +14,12 @@ from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
+from common.db.evaluations import Evaluation
 from common.db.report import Summary
 from common.outcomes import Outcome
 from common.settings import Settings
-from deploy.curve import draw_in_terminal, write_png
-from deploy.progress import short_failure
+from deploy.curve import draw_in_terminal, held_out_points, write_png
+from deploy.progress import evaluated, short_failure
 from deploy.report import Report, Session, write_json
 from deploy.tables import answer_table
 
@@ -35,7 +36,7 @@ def present(report: Report, *, console: Console, data_dir: Path, json_file: Path
     run, curve = report.config.name, report.summary.mean_reward_by_version
     picture = data_dir / "reports" / f"{run}.png"
     try:
-        write_png(curve, picture, title=run)
+        write_png(curve, picture, title=run, held_out=held_out_points(report.summary.evaluations))
         drawn = str(picture)
     except ImportError:
         drawn = "none: `pip install matplotlib` draws one"
@@ -74,6 +75,8 @@ def figures(report: Report) -> list[tuple[str, str]]:
         ("handler's own errors", _times(handlers_own)),
         ("infrastructure errors", _times(others)),
     ]
+    if summary.evaluations:
+        rows.insert(2, ("held-out tasks", _evaluated(summary.evaluations)))
     if summary.histories_rewritten:
         rows.append(("histories rewritten", f"{summary.histories_rewritten:,} times, each began a new training row"))
     if summary.step_trouble is not None:
@@ -170,6 +173,18 @@ def _episodes(summary: Summary) -> str:
         "lost": summary.episodes_lost,
     }
     return f"{summary.episodes_total:,}: " + _counts({name: num for name, num in fates.items() if num})
+
+
+def _evaluated(evaluations: Sequence[Evaluation]) -> str:
+    """The first and the last version that have a figure, and what is not in the figures."""
+    known = [one for one in evaluations if one.mean_reward is not None]
+    ends = [known[0], known[-1]] if len(known) > 1 else known
+    parts = [f"{evaluated(one)} at version {one.version}" for one in ends]
+    for name in ("failed", "mixed", "cancelled", "under_way"):
+        if num := sum(getattr(one, name) for one in evaluations):
+            parts.append(f"{num:,} episodes {name.replace('_', ' ')}, not counted")
+    parts += [f"[bold red]version {one.version}: {escape(one.error)}[/]" for one in evaluations if one.error]
+    return f"{len(evaluations)} evaluations: " + ", ".join(parts)
 
 
 def _staleness(summary: Summary, bound: int) -> str:

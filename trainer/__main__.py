@@ -1,13 +1,16 @@
-"""Entry point of the trainer: `python -m trainer --config run.toml`, and `python -m trainer sft` for a warm start."""
+"""Entry point of the trainer: `python -m trainer --config run.toml`, or that as torchrun's module for several ranks;
+`python -m trainer sft` for a warm start."""
 
 from __future__ import annotations
 
 import argparse
+import os
 import signal
 import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from common.config import RunConfig, load_run_config
 from common.errors import DatabaseUnavailable, SetupError
@@ -17,6 +20,9 @@ from common.plan import check_fits_model, plan
 from common.settings import settings
 from trainer.sinks import tracking
 from trainer.tracking import check_installed, leave
+
+if TYPE_CHECKING:
+    from trainer.ranks import Ranks
 
 ENGINES = "those that others start for the run; their weight keepers load each version"
 UNSET = "none named: the trainer will not start"
@@ -44,18 +50,37 @@ def main() -> int:
     _on_stop(lambda: sys.exit(STOPPED))
     try:
         setup_logging(settings().log_level)
+        config = load_run_config(arguments.config)
         if arguments.dry_run:
-            config = load_run_config(arguments.config)
             check_installed(config.tracking)
             sys.stdout.write(plan(config, settings=settings(), engines=ENGINES, unset=UNSET))
             return 0
-        return 0 if run_trainer(load_run_config(arguments.config)) else STOPPED
+        num_ranks = int(os.environ.get("WORLD_SIZE", "1"))
+        return 0 if (run_rank(config) if num_ranks > 1 else run_trainer(config)) else STOPPED
     except (SetupError, DatabaseUnavailable) as error:
         sys.stderr.write(f"trainer: {error}\n")
         return 2
 
 
-def run_trainer(config: RunConfig) -> bool:
+def run_rank(config: RunConfig) -> bool:
+    """Train the run as one of torchrun's processes; the first alone is the trainer, the others compute for it."""
+    from trainer.policy import Policy
+    from trainer.ranks import Ranks
+
+    ranks = Ranks.join()
+    try:
+        if ranks.rank == 0:
+            return run_trainer(config, ranks=ranks)
+        # The launcher passes a stop on to all; when the step is over, the first rank ends the others.
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, signal.SIG_IGN)
+        ranks.follow(Policy.load(config, ranks=ranks))
+        return True
+    finally:
+        ranks.leave()
+
+
+def run_trainer(config: RunConfig, *, ranks: Ranks | None = None) -> bool:
     """Connect to the database and train the run, unless it is over. False = stopped before its end."""
     check_installed(config.tracking)
     database_url, broker_url = settings().require_database_url(), settings().require_broker_url()
@@ -85,6 +110,7 @@ def run_trainer(config: RunConfig) -> bool:
                 data_dir=data_dir,
                 weights_url=settings().weights_url,
                 broker_url=broker_url,
+                ranks=ranks,
                 tracker=tracker,
             )
             stop = threading.Event()

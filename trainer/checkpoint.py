@@ -1,7 +1,7 @@
 """The trainer's own state after each version: float32 weights and optimizer state, to go on from after a stop.
 
 `checkpoints/<run>/000007` is the state that made version 7. Seeds and learning rates follow from the version number,
-so there is nothing else to keep.
+and the feeder's place in the task set is in the database, so there is nothing else to keep. restore.py reads it.
 """
 
 from __future__ import annotations
@@ -17,36 +17,46 @@ from common.errors import SetupError
 from common.weights import MANIFEST, WeightsDamaged, WeightStore, verify
 
 STATE_FILE = "state.safetensors"
-NUM_KEPT = 2
+
+
+class CheckpointDamaged(SetupError):
+    """A checkpoint is missing, or is not what its manifest says. The message names the file."""
 
 
 class CheckpointStore:
-    """Checkpoints of one run, each a folder that is there whole or not at all. The newest two are kept."""
+    """Checkpoints of one run, each a folder that is there whole or not at all."""
 
     def __init__(self, root: Path, run: str) -> None:
         self._store = WeightStore(root)
         self._run = run
 
+    def path(self, version: int) -> Path:
+        """The folder of the state that made `version`."""
+        return self._store.path(self._run, version)
+
     def save(self, version: int, tensors: Mapping[str, torch.Tensor]) -> Path:
-        """Write the state that made `version`, then delete older ones; returns its folder."""
+        """Write the state that made `version`; returns its folder."""
         state = {name: tensor.contiguous() for name, tensor in tensors.items()}
-        saved = self._store.publish(self._run, version, lambda draft: save_file(state, draft / STATE_FILE))
-        self._store.prune(self._run, keep_from=version - NUM_KEPT + 1)
-        return saved.path
+        return self._store.publish(self._run, version, lambda draft: save_file(state, draft / STATE_FILE)).path
 
     def load(self, version: int) -> dict[str, torch.Tensor]:
-        """The state that made `version`.
-
-        Raises SetupError when it is missing or damaged. An older one is no substitute: the groups of the steps in
-        between are marked as trained and would be lost.
-        """
-        folder = self._store.path(self._run, version)
+        """The state that made `version`, read only if every byte is as it was written. Raises CheckpointDamaged."""
+        folder = self.path(version)
         try:
             # The manifest vouches for the files. It needs no voucher: a damaged manifest does not match them.
             verify(folder, hashlib.sha256((folder / MANIFEST).read_bytes()).hexdigest())
             return load_file(folder / STATE_FILE)
         except (OSError, WeightsDamaged) as error:
-            raise SetupError(
-                f"cannot go on from checkpoint {folder}: {error}. "
-                "Put the folder back from a copy, or start a new run under another name"
-            ) from error
+            raise CheckpointDamaged(f"checkpoint {folder}: {error}") from error
+
+    def before(self, version: int) -> list[int]:
+        """Numbers of the older ones that are there, the newest first."""
+        return [number for number in reversed(self._store.numbers(self._run)) if number < version]
+
+    def prune(self, newest: int, *, num_kept: int) -> None:
+        """Delete those older than the newest `num_kept`. `newest` must be marked done: until then it may be lost."""
+        self._store.prune(self._run, keep_from=newest - num_kept + 1)
+
+    def sweep(self) -> None:
+        """Delete what a trainer left half written when it was killed."""
+        self._store.sweep(self._run)

@@ -31,10 +31,13 @@ from common.weights import Published, VersionStore, WeightsDamaged, WeightsError
 from trainer.advantages import Advantages, step_advantages
 from trainer.check_input import check_groups, check_rows
 from trainer.checkpoint import CheckpointStore
+from trainer.evaluation import wait_for_evaluations
 from trainer.failures import noting_failures, outlast_outage
 from trainer.lora import adapter_writer
 from trainer.policy import Policy
 from trainer.publish import announce, version_writer
+from trainer.ranks import Ranks
+from trainer.restore import restore
 from trainer.rewards import group_rewards, is_trained
 from trainer.samples import Sample, make_samples, rows_by_episode, samples_digest
 from trainer.source import Work, wait_for_work
@@ -79,6 +82,8 @@ class Trainer:
                 logger.info("stopped in a step run=%d version=%d", self.run.id, version)
                 return not stop.is_set()
             version += 1
+        if not wait_for_evaluations(self.database, self.run, stop=stop, look_up=self.look_up):
+            return False
         if outlast_outage(self._finish, stop=stop, limit_s=self.outage_wait_s) is None:
             return False
         logger.info("run finished run=%d version=%d", self.run.id, version)
@@ -89,8 +94,9 @@ class Trainer:
         with self.database.begin() as conn:
             newest = versions.newest(conn, self.run.id)
         version = 0 if newest is None else newest.number
-        if version > 0:
-            self.policy.restore(self.checkpoints.load(version))
+        self._sweep()
+        if newest is not None and version > 0:
+            restore(self.policy, self.checkpoints, newest)
         self.ensure_published()
         announce(self.broker_url, run_id=self.run.id, version=version)
         logger.info("training run=%d from version=%d", self.run.id, version)
@@ -160,10 +166,22 @@ class Trainer:
         self.prune(version + 1)
         return True
 
+    def _sweep(self) -> None:
+        """Half-written folders of trainers that were killed: of a model of some size a few would fill the disk."""
+        try:
+            self.checkpoints.sweep()
+            self.weights.sweep(self.run.name)
+        except OSError as error:
+            logger.warning("half-written folders not deleted run=%d: %s", self.run.id, error)
+
     def prune(self, newest: int) -> None:
-        """Delete versions that nobody needs any more. What can't be deleted now is the next step's to delete."""
+        """Delete versions and checkpoints that nobody needs any more, now that `newest` is done.
+
+        What can't be deleted now is the next step's to delete.
+        """
         kept = self.run.config.train.keep_version_every
         try:
+            self.checkpoints.prune(newest, num_kept=self.run.config.train.keep_checkpoints)
             with self.database.begin() as conn:
                 needed = versions.needed(conn, self.run.id)
             pruned = self.weights.prune(
@@ -172,7 +190,7 @@ class Trainer:
                 keep=needed.union(range(0, newest, kept) if kept else ()),
             )
         except (DatabaseUnavailable, WeightsError, OSError) as error:
-            logger.warning("old versions not pruned run=%d newest=%d: %s", self.run.id, newest, error)
+            logger.warning("old versions or checkpoints not deleted run=%d newest=%d: %s", self.run.id, newest, error)
         else:
             logger.debug("pruned run=%d versions=%s", self.run.id, pruned)
 
@@ -198,8 +216,11 @@ class Trainer:
     def publish(self, version: int) -> Published:
         """Write the policy's present weights as `version`: an adapter, or the whole model."""
         config, model = self.run.config, self.policy.model
-        adapted = config.train.lora_rank is not None
-        write = adapter_writer(model) if adapted else version_writer(model, start=config.model)
+        weights = self.policy.weights()
+        if config.train.lora_rank is None:
+            write = version_writer(model, start=config.model, weights=weights)
+        else:
+            write = adapter_writer(model, weights=weights)
         with _writing():
             return self.weights.publish(self.run.name, version, write)
 
@@ -211,9 +232,10 @@ def make_trainer(
     data_dir: Path,
     weights_url: str | None = None,
     broker_url: str,
+    ranks: Ranks | None = None,
     tracker: Tracker | None = None,
 ) -> Trainer:
-    """The trainer of a run, with its start weights loaded.
+    """The trainer of a run, with its start weights loaded; `ranks` if there are several, of which this is the first.
 
     Raises SetupError when the model folder holds none, or nothing here can open `weights_url`.
     """
@@ -221,7 +243,7 @@ def make_trainer(
     return Trainer(
         run=run,
         database=database,
-        policy=Policy.load(run.config),
+        policy=Policy.load(run.config, ranks=ranks),
         weights=weights,
         checkpoints=CheckpointStore(data_dir / "checkpoints", run.name),
         broker_url=broker_url,

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import copy
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, cast
 
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from transformers import PreTrainedModel
 
 from common.config import TrainConfig
@@ -61,13 +61,16 @@ def without_adapter(model: Any) -> AbstractContextManager[None]:
     return switched_off
 
 
-def adapter_writer(model: Any) -> Callable[[Path], None]:
-    """A function that writes the adapter into a folder, in float32, as PEFT and vLLM read it."""
+def adapter_writer(model: Any, *, weights: Mapping[str, torch.Tensor] | None = None) -> Callable[[Path], None]:
+    """A function that writes the adapter into a folder, in float32, as PEFT and vLLM read it.
+
+    `weights` are the adapter's where the model has only a rank's part of them.
+    """
     from peft import get_peft_model_state_dict
 
     def write(folder: Path) -> None:
         # The embedding layers never have an adapter; left to itself, PEFT would ask the model hub about them.
-        tensors = get_peft_model_state_dict(model, adapter_name=_NAME, save_embedding_layers=False)
+        tensors = get_peft_model_state_dict(model, state_dict=weights, adapter_name=_NAME, save_embedding_layers=False)
         save_file(
             {name: tensor.detach().contiguous() for name, tensor in tensors.items()},
             folder / ADAPTER_WEIGHTS,
@@ -80,3 +83,9 @@ def adapter_writer(model: Any) -> Callable[[Path], None]:
         config.save_pretrained(folder)
 
     return write
+
+
+def adapter_parameters(folder: Path) -> dict[str, torch.Tensor]:
+    """What `adapter_writer` wrote, by the names that the parameters have in the model."""
+    saved = load_file(folder / ADAPTER_WEIGHTS)
+    return {f"{name.removesuffix('.weight')}.{_NAME}.weight": tensor for name, tensor in saved.items()}

@@ -1,6 +1,6 @@
 """The policy in training: float32 weights, log-probs of given tokens, one training step. publish.py saves it.
 
-Legend: B rows of a batch, L positions of a row, N sampled tokens of a batch, V vocabulary.
+Legend: B rows of a batch, L positions of a row, N sampled tokens of a batch.
 """
 
 from __future__ import annotations
@@ -19,11 +19,14 @@ from transformers.utils.logging import disable_progress_bar
 
 from common.config import RunConfig, TrainConfig
 from common.errors import RollmillError, SetupError
-from common.memory import MAX_POSITIONS
 from trainer.kl import kl_estimate
-from trainer.lora import with_adapter, without_adapter
+from trainer.logprobs import TokenScorer
+from trainer.lora import adapter_parameters, with_adapter, without_adapter
 from trainer.losses import StepTotals, TokenStats, needs_all_rows, policy_loss
-from trainer.samples import Batch, Sample, fresh_mask, microbatches, pad
+from trainer.modelling import recompute_layers, set_up
+from trainer.ranks import Ranks, on_all_ranks
+from trainer.samples import Batch, Sample, deal, fresh_mask, microbatches, pad, without_sampled
+from trainer.sharding import shard, spread_like, whole
 
 NUM_PROBED = 32
 """Rows whose log-probs are compared with the engine's at the start of a step."""
@@ -61,36 +64,51 @@ class Policy:
         seed: int,
         top_p: float = 1.0,
         reference: PreTrainedModel | None = None,
+        ranks: Ranks | None = None,
     ) -> None:
         """`reference` has the start weights; None where train.kl = "none", or where they are under an adapter."""
         # Without dropout: the ratio to the behaviour log-probs must be 1 where the weights are the same.
-        self.model: PreTrainedModel = model.eval()  # type: ignore[no-untyped-call]
-        self.reference = reference
+        self.model: PreTrainedModel = set_up(model, train=train).eval()  # type: ignore[no-untyped-call]
+        recompute_layers(self.model)
         self.train = train
-        self.temperature = temperature
-        self.top_p = top_p
         self.seed = seed
+        self.ranks = ranks or Ranks.alone()
+        self._scorer = self._make_scorer(self.model, temperature=temperature, top_p=top_p)
+        self.reference = None
+        if reference is not None:
+            reference = set_up(reference, train=train).eval()  # type: ignore[no-untyped-call]
+            self.reference = self._make_scorer(reference, temperature=temperature, top_p=top_p)
         # An optimizer that knew the frozen weights would save no state for them, and miss it when it is restored.
         self.optimizer = torch.optim.AdamW(
             self._trained().values(), lr=train.learning_rate, betas=(train.beta1, train.beta2), weight_decay=0.0
         )
 
     @classmethod
-    def load(cls, config: RunConfig) -> Self:
-        """The start weights of a run, in float32, and its new adapter if it trains one.
+    def load(cls, config: RunConfig, *, ranks: Ranks | None = None) -> Self:
+        """The start weights of a run, in float32, and its new adapter if it trains one; this rank's share of them.
 
         Raises SetupError when the folder holds no model, or none that fits the adapter.
         """
         model, train = load_model(config.model), config.train
         adapted = train.lora_rank is not None
+        # Switching a sharded adapter off would also switch off its gradients: the ranks keep the start weights apart.
+        under_adapter = adapted and (ranks is None or ranks.size == 1)
         return cls(
             with_adapter(model, train=train, seed=config.seed) if adapted else model,
             train=train,
             temperature=config.rollout.temperature,
             top_p=config.rollout.top_p,
             seed=config.seed,
-            reference=None if train.kl == "none" or adapted else load_model(config.model),
+            reference=None if train.kl == "none" or under_adapter else load_model(config.model),
+            ranks=ranks,
         )
+
+    def _make_scorer(self, model: PreTrainedModel, *, temperature: float, top_p: float) -> TokenScorer:
+        model.to(self.ranks.device)  # type: ignore[arg-type]
+        scorer = TokenScorer(model, train=self.train, temperature=temperature, top_p=top_p)
+        if self.ranks.size > 1:
+            shard(scorer, train=self.train, ranks=self.ranks)
+        return scorer
 
     def _trained(self) -> dict[str, torch.nn.Parameter]:
         """By name: all parameters, or the adapter's where there is one."""
@@ -98,8 +116,13 @@ class Policy:
 
     def logprobs(self, batch: Batch) -> torch.Tensor:
         """[B, L] log-probs in nats of the sampled tokens at the run's temperature and top-p; 0 elsewhere."""
-        return _scatter(_of_sampled(self._log_softmax(batch), batch), batch)
+        return self.score(batch)[0]
 
+    def score(self, batch: Batch, *, with_entropies: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
+        """Those, and the [B, L] entropies in nats before each of them, which are 0 where nobody asks."""
+        return _score(self._scorer, batch, with_entropies=with_entropies)
+
+    @on_all_ranks
     @torch.no_grad()
     def reference_kl(self, samples: Sequence[Sample]) -> dict[int, float]:
         """Episode id -> estimate of KL(behaviour || start weights) in nats, summed over the episode's tokens.
@@ -108,7 +131,7 @@ class Policy:
         preliminaries. An episode without tokens is not in it.
         """
         by_episode: dict[int, float] = {}
-        for rows in microbatches([row for row in samples if row.num_tokens], max_positions=MAX_POSITIONS):
+        for rows in self._microbatches([row for row in samples if row.num_tokens]):
             batch = pad(rows)
             estimate_BL = kl_estimate(
                 batch.behaviour_logprobs_BL, self._reference_logprobs(batch), estimator=self.train.kl_estimator
@@ -116,8 +139,12 @@ class Policy:
             # Both arguments are 0 outside the mask, and so is each estimate.
             for row, kl in zip(rows, estimate_BL.sum(dim=1).tolist(), strict=True):
                 by_episode[row.episode_id] = by_episode.get(row.episode_id, 0.0) + kl
-        return by_episode
+        total: Counter[int] = Counter()
+        for part in self.ranks.gather(by_episode):
+            total.update(part)
+        return dict(total)
 
+    @on_all_ranks
     def train_step(
         self, samples: Sequence[Sample], advantages: Mapping[int, float], *, version: int
     ) -> dict[str, float]:
@@ -149,17 +176,49 @@ class Policy:
             grad_norms.append(grad_norm)
         return probe | {"loss": loss, "grad_norm": max(grad_norms), "learning_rate": rate} | stats.metrics()
 
+    @on_all_ranks
     def state(self) -> dict[str, torch.Tensor]:
-        """Trained weights and optimizer state by name; with the start weights, the whole of what a checkpoint needs."""
+        """Trained weights and optimizer state by name; with the start weights, the whole of what a checkpoint needs.
+
+        Rank 0 has it all, in host memory where there are others, which have nothing.
+        """
         tensors: dict[str, torch.Tensor] = {}
         for name, parameter in self._trained().items():
             tensors[f"model.{name}"] = parameter.detach()
             for key, value in self.optimizer.state.get(parameter, {}).items():
                 tensors[f"optimizer.{key}.{name}"] = value
-        return tensors
+        return tensors if self.ranks.size == 1 else self._collected(tensors)
+
+    @on_all_ranks
+    def weights(self) -> dict[str, torch.Tensor] | None:
+        """Trained weights by the model's names, on rank 0; None = the model itself has them whole."""
+        if self.ranks.size == 1:
+            return None
+        buffers = {name: value for name, value in self.model.named_buffers() if name in self.model.state_dict()}
+        return self._collected(self._trained() | buffers)
+
+    def _collected(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        collected = {}
+        for name, tensor in tensors.items():
+            value = whole(tensor.detach())
+            if self.ranks.rank == 0:
+                collected[name] = value.cpu()
+        return collected
+
+    def published_state(self, folder: Path) -> dict[str, torch.Tensor]:
+        """The weights of a published version as `state` names them, without optimizer state."""
+        if self.train.lora_rank is not None:
+            return {f"model.{name}": tensor for name, tensor in adapter_parameters(folder).items()}
+        return {f"model.{name}": parameter.detach() for name, parameter in load_model(folder).named_parameters()}
 
     def restore(self, tensors: Mapping[str, torch.Tensor]) -> None:
         """Put back what `state` returned. Raises SetupError when it belongs to another model."""
+        shapes = {name: torch.empty_like(tensor, device="meta") for name, tensor in tensors.items()}
+        self.ranks.call("take_state", shapes)
+        self.take_state(tensors)
+
+    def take_state(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        """This rank's part of `restore`; only rank 0 need have the values."""
         parameters = self._trained()
         shapes = {f"model.{name}": parameter.shape for name, parameter in parameters.items()}
         found = {name: tensor.shape for name, tensor in tensors.items() if name.startswith("model.")}
@@ -168,45 +227,43 @@ class Policy:
             raise SetupError(
                 f"the checkpoint belongs to another model: {odd} is {found.get(odd)} there, {shapes.get(odd)} here"
             )
+        for name, tensor in tensors.items():
+            _, _, parameter_name = name.removeprefix("optimizer.").partition(".")
+            parameter = parameters.get(parameter_name)
+            # A state for the whole parameter, or a number such as the count of steps.
+            if name.startswith("optimizer.") and (parameter is None or tensor.shape not in (parameter.shape, ())):
+                raise SetupError(f"the checkpoint's optimizer trained other parameters: {name} is {tensor.shape} there")
         self.optimizer.state.clear()
         for name, tensor in tensors.items():
             kind, _, rest = name.partition(".")
+            value = self.ranks.spread(tensor)
             if kind == "model":
-                parameters[rest].data.copy_(tensor)
+                parameters[rest].data.copy_(spread_like(parameters[rest], value))
             else:
                 key, _, parameter_name = rest.partition(".")
-                self.optimizer.state[parameters[parameter_name]][key] = tensor.clone()
+                parameter = parameters[parameter_name]
+                # The optimizer's count of steps is a number, which it keeps in host memory.
+                device = parameter.device if value.ndim else torch.device("cpu")
+                self.optimizer.state[parameter][key] = spread_like(parameter, value.to(device, copy=True))
 
     def _reference_logprobs(self, batch: Batch) -> torch.Tensor:
         """[B, L] log-probs in nats by the start weights, at the same temperature and top-p; 0 elsewhere."""
-        if self.train.lora_rank is not None:
+        if self.reference is None:
             with without_adapter(self.model):
-                return _scatter(_of_sampled(self._log_softmax(batch), batch), batch)
-        assert self.reference is not None
-        return _scatter(_of_sampled(self._log_softmax(batch, model=self.reference), batch), batch)
+                return self.score(batch)[0]
+        return _score(self.reference, batch)[0]
 
-    def _logprobs_and_entropies(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """[B, L] log-probs, and the entropies in nats before each sampled token where the loss needs them."""
-        log_softmax_NV = self._log_softmax(batch)
-        logprobs_BL = _scatter(_of_sampled(log_softmax_NV, batch), batch)
-        if self.train.entropy_coefficient == 0:
-            return logprobs_BL, None
-        # Outside the nucleus 0 times -inf would be NaN. Not entr(exp(x)): its gradient is infinite there.
-        finite_NV = log_softmax_NV.masked_fill(log_softmax_NV == -torch.inf, 0.0)
-        return logprobs_BL, _scatter(-(log_softmax_NV.exp() * finite_NV).sum(dim=-1), batch)
+    def _microbatches(self, samples: Sequence[Sample]) -> list[list[Sample]]:
+        """This rank's rows in batches that fit the memory, as many on each rank, which meet in every pass.
 
-    def _log_softmax(self, batch: Batch, *, model: PreTrainedModel | None = None) -> torch.Tensor:
-        """[N, V] log-probs before each sampled token. No attention mask: padding stands right, attention looks left."""
-        logits_BLV: torch.Tensor = (model or self.model)(input_ids=batch.ids_BL, use_cache=False).logits
-        before_sampled_BL = batch.mask_BL.roll(-1, dims=1)
-        logits_NV = logits_BLV[before_sampled_BL].float() / self.temperature
-        if self.top_p < 1:
-            outside_NV = outside_nucleus(logits_NV.detach(), self.top_p)
-            # Under newer weights a token may have left the nucleus that it was sampled from: it is kept, or its
-            # ratio would be 0 and its log-prob infinite.
-            outside_NV.scatter_(1, batch.ids_BL[batch.mask_BL][:, None], value=False)
-            logits_NV = logits_NV.masked_fill(outside_NV, -torch.inf)
-        return logits_NV.log_softmax(dim=-1)
+        A rank that has fewer passes a row without sampled tokens, which has no loss and a gradient of zero.
+        """
+        by_rank = [
+            microbatches(rows, max_positions=self.train.max_positions, packing=self.train.packing)
+            for rows in deal(samples, parts=self.ranks.size)
+        ]
+        num_idle = max(map(len, by_rank)) - len(by_rank[self.ranks.rank])
+        return by_rank[self.ranks.rank] + [[without_sampled(samples[0])] for _ in range(num_idle)]
 
     @torch.no_grad()
     def _probe(self, samples: Sequence[Sample], *, version: int, randomness: random.Random) -> dict[str, float]:
@@ -219,23 +276,26 @@ class Policy:
         randomness.shuffle(candidates)
         candidates.sort(key=lambda row: not fresh_mask(row, version).any())
         gap, num_compared, entropies = 0.0, 0, [torch.zeros(0)]
-        for rows in microbatches(candidates[:NUM_PROBED], max_positions=MAX_POSITIONS):
+        for rows in self._microbatches(candidates[:NUM_PROBED]):
             batch = pad(rows)
-            log_softmax_NV = self._log_softmax(batch)
-            gaps_N = (_of_sampled(log_softmax_NV, batch) - batch.behaviour_logprobs_BL[batch.mask_BL]).abs()
+            logprobs_BL, entropies_BL = self.score(batch, with_entropies=True)
+            gaps_N = (logprobs_BL - batch.behaviour_logprobs_BL)[batch.mask_BL].abs()
             fresh_N = torch.from_numpy(np.concatenate([fresh_mask(row, version)[row.mask_L] for row in rows]))
             gap = max([gap, *gaps_N[fresh_N].tolist()])
             num_compared += int(fresh_N.sum())
-            entropies.append(torch.special.entr(log_softmax_NV.exp()).sum(dim=-1))
-        entropy_N = torch.cat(entropies)
+            entropies.append(entropies_BL[batch.mask_BL])
+        gaps, compared, entropies_of_ranks = zip(
+            *self.ranks.gather((gap, num_compared, torch.cat(entropies))), strict=True
+        )
+        entropy_N = torch.cat(entropies_of_ranks)
         entropy = entropy_N.mean().item() if len(entropy_N) else 0.0
-        return {"logprob_gap_max": gap, "logprob_gap_tokens": float(num_compared), "entropy": entropy}
+        return {"logprob_gap_max": max(gaps), "logprob_gap_tokens": float(sum(compared)), "entropy": entropy}
 
     def _prepare(self, samples: Sequence[Sample], advantages: Mapping[int, float]) -> list[TrainBatch]:
         """The rows of one optimizer step in batches that fit the memory, with anchors from the present weights."""
         prepared = []
         tokens = num_tokens_by_episode(samples)
-        for rows in microbatches(samples, max_positions=MAX_POSITIONS):
+        for rows in self._microbatches(samples):
             batch = pad(rows)
             if self.train.anchor == "proximal":
                 with torch.no_grad():
@@ -264,9 +324,10 @@ class Policy:
     ) -> tuple[float, TokenStats, float]:
         """One optimizer step; returns loss, token figures and the gradient norm before clipping."""
         self.optimizer.zero_grad()
-        loss, stats = 0.0, TokenStats()
+        loss, stats, wrong = 0.0, TokenStats(), set[int]()
         for part in minibatch:
-            logprobs_BL, entropies_BL = self._logprobs_and_entropies(part.batch)
+            with_entropies = self.train.entropy_coefficient > 0
+            logprobs_BL, entropies_BL = self.score(part.batch, with_entropies=with_entropies)
             loss_B, part_stats = policy_loss(
                 logprobs_BL,
                 behaviour_logprobs_BL=part.batch.behaviour_logprobs_BL,
@@ -276,38 +337,35 @@ class Policy:
                 totals=totals,
                 train=self.train,
                 reference_logprobs_BL=part.reference_logprobs_BL,
-                entropies_BL=entropies_BL,
+                entropies_BL=entropies_BL if with_entropies else None,
                 episode_tokens_B=part.episode_tokens_B,
             )
             # A clipped ratio hides an infinite log-prob from the loss.
             finite_B = loss_B.isfinite() & logprobs_BL.isfinite().all(dim=1)
-            wrong = {row.episode_id for row, good in zip(part.samples, finite_B, strict=True) if not good}
-            if wrong:
-                raise TrainingError(
-                    f"step {version} -> {version + 1}: the loss is not finite in episodes {sorted(wrong)}"
-                )
+            wrong |= {row.episode_id for row, good in zip(part.samples, finite_B, strict=True) if not good}
             total = loss_B.sum()
             total.backward()  # type: ignore[no-untyped-call]
             loss += total.item()
             stats += part_stats
-        grad_norm = torch.nn.utils.clip_grad_norm_(self._trained().values(), self.train.grad_clip).item()
-        if not np.isfinite(grad_norm):
-            episodes = sorted({row.episode_id for part in minibatch for row in part.samples})
+        episodes = {row.episode_id for part in minibatch for row in part.samples}
+        # Each rank must come to the same end: one that raised alone would leave the others in a collective.
+        losses, stats_of_ranks, wrong_of_ranks, episodes_of_ranks = zip(
+            *self.ranks.gather((loss, stats, wrong, episodes)), strict=True
+        )
+        if any(wrong_of_ranks):
             raise TrainingError(
-                f"step {version} -> {version + 1}: the gradient is {grad_norm} over episodes {episodes}"
+                f"step {version} -> {version + 1}: the loss is not finite in episodes "
+                f"{sorted(set().union(*wrong_of_ranks))}"
+            )
+        clipped = torch.nn.utils.clip_grad_norm_(self._trained().values(), self.train.grad_clip)
+        grad_norm = whole(clipped).item()
+        if not np.isfinite(grad_norm):
+            raise TrainingError(
+                f"step {version} -> {version + 1}: the gradient is {grad_norm} over episodes "
+                f"{sorted(set().union(*episodes_of_ranks))}"
             )
         self.optimizer.step()
-        return loss, stats, grad_norm
-
-
-def outside_nucleus(logits_NV: torch.Tensor, top_p: float) -> torch.Tensor:
-    """[N, V] True outside the smallest set of likeliest tokens with at least `top_p` of the probability.
-
-    Nucleus sampling (Holtzman et al. 2020, The Curious Case of Neural Text Degeneration, section 3.1).
-    """
-    probs_NV, order_NV = logits_NV.softmax(dim=-1).sort(dim=-1, descending=True)
-    outside_NV = probs_NV.cumsum(dim=-1) - probs_NV >= top_p
-    return torch.empty_like(outside_NV).scatter_(1, order_NV, outside_NV)
+        return sum(losses), sum(stats_of_ranks, start=TokenStats()), grad_norm
 
 
 def load_model(folder: Path) -> PreTrainedModel:
@@ -354,11 +412,12 @@ def split_by_group(samples: Sequence[Sample], *, parts: int, randomness: random.
     return [part for part in split if part]
 
 
-def _scatter(values_N: torch.Tensor, batch: Batch) -> torch.Tensor:
-    """[B, L] with the values of the sampled tokens at their places, 0 elsewhere."""
-    return torch.zeros(batch.mask_BL.shape).masked_scatter(batch.mask_BL, values_N)
+def _score(scorer: TokenScorer, batch: Batch, *, with_entropies: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
+    """[B, L] log-probs of the sampled tokens, and entropies before each, in nats; 0 elsewhere, or if not asked for.
 
-
-def _of_sampled(log_softmax_NV: torch.Tensor, batch: Batch) -> torch.Tensor:
-    """[N] the entries of the tokens that were sampled."""
-    return log_softmax_NV.gather(1, batch.ids_BL[batch.mask_BL][:, None])[:, 0]
+    They are where the batch is, however large the model and wherever it is: they are few.
+    """
+    logprobs_N, entropies_N = scorer(batch, with_entropies=with_entropies)
+    zeros_BL = torch.zeros(batch.mask_BL.shape)
+    logprobs_BL = zeros_BL.masked_scatter(batch.mask_BL, logprobs_N.cpu())
+    return logprobs_BL, zeros_BL if entropies_N is None else zeros_BL.masked_scatter(batch.mask_BL, entropies_N.cpu())

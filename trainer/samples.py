@@ -6,7 +6,7 @@ Legend: B rows of a batch, L positions of a row, T sampled tokens.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 from itertools import groupby
 
 import numpy as np
@@ -66,6 +66,18 @@ class Batch:
     """bool; True exactly on sampled tokens."""
     behaviour_logprobs_BL: torch.Tensor
     """float32, nats; 0 where the mask is False."""
+    lengths_B: torch.Tensor
+    """int64; positions of each row without its padding."""
+
+    @property
+    def real_BL(self) -> torch.Tensor:
+        """bool; False on the padding."""
+        positions_L = torch.arange(self.ids_BL.shape[1], device=self.ids_BL.device)
+        return positions_L < self.lengths_B[:, None]
+
+    def to(self, device: torch.device) -> Batch:
+        """The batch there."""
+        return Batch(**{field.name: getattr(self, field.name).to(device) for field in fields(self)})
 
 
 def make_samples(episode: ScoredEpisode) -> list[Sample]:
@@ -147,18 +159,50 @@ def pad(samples: Sequence[Sample]) -> Batch:
         ids_BL=torch.from_numpy(ids_BL),
         mask_BL=torch.from_numpy(mask_BL),
         behaviour_logprobs_BL=torch.from_numpy(logprobs_BL),
+        lengths_B=torch.tensor([len(sample.ids_L) for sample in samples]),
     )
 
 
-def microbatches(samples: Sequence[Sample], *, max_positions: int) -> list[list[Sample]]:
-    """Split rows, ordered by length, into batches of at most `max_positions` padded positions (or one row)."""
+def microbatches(samples: Sequence[Sample], *, max_positions: int, packing: bool = False) -> list[list[Sample]]:
+    """Split rows, ordered by length, into batches of at most `max_positions` positions (or one row).
+
+    Padding counts as positions; with `packing` there is none.
+    """
     batches: list[list[Sample]] = []
     for sample in sorted(samples, key=lambda sample: len(sample.ids_L)):
-        if batches and (len(batches[-1]) + 1) * len(sample.ids_L) <= max_positions:
+        length = len(sample.ids_L)
+        taken = 0
+        if batches:
+            taken = sum(len(row.ids_L) for row in batches[-1]) if packing else len(batches[-1]) * length
+        if batches and taken + length <= max_positions:
             batches[-1].append(sample)
         else:
             batches.append([sample])
     return batches
+
+
+def deal(samples: Sequence[Sample], *, parts: int) -> list[list[Sample]]:
+    """Rows for each of several ranks, of about as many positions; one part has them all, in their order."""
+    if parts == 1:
+        return [list(samples)]
+    dealt: list[list[Sample]] = [[] for _ in range(parts)]
+    positions = [0] * parts
+    for sample in sorted(samples, key=lambda sample: (-len(sample.ids_L), sample.episode_id, sample.index)):
+        least = positions.index(min(positions))
+        dealt[least].append(sample)
+        positions[least] += len(sample.ids_L)
+    return dealt
+
+
+def without_sampled(sample: Sample) -> Sample:
+    """The row's first position, given and not sampled."""
+    return replace(
+        sample,
+        ids_L=sample.ids_L[:1],
+        mask_L=np.zeros(1, dtype=np.bool_),
+        behaviour_logprobs_L=np.zeros(1, dtype=np.float32),
+        versions_L=np.full(1, NO_VERSION, dtype=np.int32),
+    )
 
 
 def _sampled_runs(sample: Sample) -> list[slice]:

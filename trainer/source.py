@@ -78,6 +78,7 @@ def _open_or_take(database: Database, run: Run, *, version: int) -> Step | None:
             num_groups=train.groups_per_step,
             max_staleness=train.max_staleness,
             max_refills=train.max_refills,
+            wait_for_late=train.late_groups == "wait",
         )
     for reason, count in take.dropped.items():
         logger.warning("dropped groups run=%d version=%d reason=%s count=%d", run.id, version, reason, count)

@@ -36,8 +36,11 @@ class EngineList:
         self._versions: dict[int, dict[str, int | None]] = {}
         """Run id -> URL -> what the engine served at the last reading."""
 
-    async def urls(self, run_id: int, max_staleness: int) -> list[str]:
-        """Of the engines that take new work, as of CACHE_S ago or later. All who ask share one reading."""
+    async def urls(self, run_id: int, max_staleness: int, *, version: int | None = None) -> list[str]:
+        """Of the engines that take new work, as of CACHE_S ago or later. All who ask share one reading.
+
+        With `version`, those that serve this very one, however old it is.
+        """
         now = self._clock()
         reading = self._readings.get(run_id)
         if reading is None or (reading.rows.done() and now - reading.started >= CACHE_S):
@@ -45,17 +48,21 @@ class EngineList:
             reading = self._readings[run_id] = _Reading(rows=future, started=now)
         rows = await asyncio.shield(reading.rows)
         self._versions[run_id] = {row.url: row.version for row in rows}
-        return fresh_enough(rows, max_staleness)
+        if version is None:
+            return fresh_enough(rows, max_staleness)
+        return [row.url for row in rows if row.state is EngineState.SERVING and row.version == version]
 
     def version(self, run_id: int, url: str) -> int | None:
         """What an engine served when the run's list was read last; None = it was not there."""
         return self._versions.get(run_id, {}).get(url)
 
-    async def urls_by(self, deadline: float, run_id: int, max_staleness: int) -> list[str]:
+    async def urls_by(
+        self, deadline: float, run_id: int, max_staleness: int, *, version: int | None = None
+    ) -> list[str]:
         """The same. Raises EpisodeError(ENGINE_LOST) if the database does not answer by the deadline."""
         try:
             async with asyncio.timeout(max(deadline - self._clock(), CACHE_S)):
-                return await self.urls(run_id, max_staleness)
+                return await self.urls(run_id, max_staleness, version=version)
         except TimeoutError:
             raise EpisodeError(Outcome.ENGINE_LOST, "the list of engines could not be read in time") from None
 

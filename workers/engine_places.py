@@ -70,7 +70,7 @@ class TurnRequest:
 
 @dataclass(kw_only=True)
 class _Run:
-    """The engines of a run, and who waits for them."""
+    """The engines that a run may use, or one evaluation of it, and who waits for them."""
 
     name: str
     urls: list[str] = field(default_factory=list)
@@ -109,7 +109,8 @@ class EnginePlaces:
         self._episodes = _Homes()
         self._groups = _Homes()
         self._choices = itertools.count(1)
-        self._runs: dict[int, _Run] = {}
+        self._runs: dict[tuple[int, int | None], _Run] = {}
+        """By run and the version that is evaluated, None for training: they may not use the same engines."""
 
     @property
     def num_waiting(self) -> int:
@@ -121,10 +122,12 @@ class EnginePlaces:
 
         Raises EpisodeError(ENGINE_LOST) at the deadline; `why` says what was wrong with the engine it had before.
         """
-        run_id = turn.claim.run_id
-        run = self._runs.setdefault(run_id, _Run(name=turn.claim.config.name))
-        run.urls = await self._engines.urls_by(deadline, run_id, turn.claim.config.train.max_staleness)
-        self._serve(run_id)  # Those who came before.
+        claim = turn.claim
+        run = self._runs.setdefault(_key(claim), _Run(name=claim.config.name))
+        run.urls = await self._engines.urls_by(
+            deadline, claim.run_id, claim.config.train.max_staleness, version=claim.eval_version
+        )
+        self._serve(run)  # Those who came before.
         engines = self._available(run)
         home = self._choose(turn, engines) if engines else None
         settled = home is not None and home == self._episodes.urls.get(turn.claim.episode_id)
@@ -180,18 +183,19 @@ class EnginePlaces:
         """Waits for: the next look, as long as somebody waits for a place. Cancelled when nobody does."""
         while True:
             await asyncio.sleep(CACHE_S)
-            urls = await self._engines.urls(claim.run_id, claim.config.train.max_staleness)
-            self._runs[claim.run_id].urls = urls
-            self._serve(claim.run_id)
+            run = self._runs[_key(claim)]
+            run.urls = await self._engines.urls(
+                claim.run_id, claim.config.train.max_staleness, version=claim.eval_version
+            )
+            self._serve(run)
 
     def serve_all(self) -> None:
         """Give away what risen limits left free."""
-        for run_id in self._runs:
-            self._serve(run_id)
+        for run in list(self._runs.values()):
+            self._serve(run)
 
-    def _serve(self, run_id: int) -> None:
+    def _serve(self, run: _Run) -> None:
         """Give away the places that are free: to those who wait for the engine itself, then to all who wait."""
-        run = self._runs[run_id]
         if not run.line:
             return
         engines = self._available(run)
@@ -222,7 +226,9 @@ class EnginePlaces:
         engine = self.uses[url]
         engine.outstanding -= turn.size
         engine.flight.give_back()
-        self._serve(turn.claim.run_id)
+        for (run_id, _), run in list(self._runs.items()):
+            if run_id == turn.claim.run_id:
+                self._serve(run)
 
     def _available(self, run: _Run) -> dict[str, EngineUse]:
         """The run's engines without those that failed a moment ago."""
@@ -254,6 +260,10 @@ class EnginePlaces:
         backoff = min(MIN_BACKOFF_S * 2.0 ** min(engine.failures, 10), MAX_BACKOFF_S)
         engine.failures += 1
         engine.avoid_until = self._clock() + backoff
+
+
+def _key(claim: Claim) -> tuple[int, int | None]:
+    return claim.run_id, claim.eval_version
 
 
 def _tell_all(run: _Run, looking: asyncio.Task[None]) -> None:

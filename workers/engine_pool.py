@@ -77,7 +77,7 @@ class EnginePool:
         among all workers. Raises EpisodeError(ENGINE_LOST) when no engine had a place for `wait_s`, OutOfTime when
         requests took more than `limit_s` (None = no limit), and what the client raises.
         """
-        budget = claim.config.rollout.max_sampled(len(prompt_ids))
+        budget = claim.rollout.max_sampled(len(prompt_ids))
         turn = TurnRequest(
             claim=claim, prompt_ids=tuple(prompt_ids), request_id=request_id, stop_ids=stop_ids, max_tokens=budget
         )
@@ -141,8 +141,8 @@ class EnginePool:
             request_id=f"{turn.request_id}.{number}",
             prompt_ids=(*turn.prompt_ids, *sampled_ids),
             max_tokens=turn.max_tokens - len(sampled_ids),
-            temperature=claim.config.rollout.temperature,
-            top_p=claim.config.rollout.top_p,
+            temperature=claim.rollout.temperature,
+            top_p=claim.rollout.top_p,
             stop_ids=turn.stop_ids,
             model=None,
             run=claim.config.name,

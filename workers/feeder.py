@@ -15,12 +15,13 @@ import random
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 
 from pydantic import JsonValue
 
 from common.config import RunConfig
 from common.dataset import read_lines
-from common.db import groups, runs, sharing, submissions, tasks
+from common.db import evaluations, groups, runs, sharing, submissions, tasks
 from common.db.episodes import Wakeup
 from common.db.runs import DataCursor, Run
 from common.db.session import Database
@@ -30,6 +31,7 @@ from common.sharing import new_groups
 from workers.app import app
 from workers.handlers.base import Compacts
 from workers.handlers.registry import load_handler
+from workers.held_out import Patience, held_out_tasks
 from workers.publishing import publisher
 from workers.render.of_run import renderer_of
 from workers.service import serve
@@ -38,6 +40,20 @@ logger = logging.getLogger(__name__)
 
 LOOK_AGAIN_S = 5.0
 """How often a run that cannot be fed is tried again."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Fed:
+    """Groups that were made for a run."""
+
+    run: Run
+    wakeups: list[Wakeup]
+    evaluates: bool
+
+    @property
+    def group_size(self) -> int:
+        config = self.run.config
+        return config.eval.samples_per_task if self.evaluates and config.eval else config.episodes_per_group
 
 
 class Feeder:
@@ -50,12 +66,16 @@ class Feeder:
         *,
         max_episodes_in_flight: int | None = None,
         prove: Callable[[RunConfig], object] = lambda _: None,
+        patience: Patience | None = None,
     ) -> None:
         """`prove` raises SetupError for a run that could not be played, before any episode of it is made."""
         self._database = database
         self._publish = publish
         self._capacity = max_episodes_in_flight
         self._prove = prove
+        self._patience = patience or Patience()
+        self._held_out_ids: dict[int, list[int]] = {}
+        """Run id -> its held-out tasks, of runs that are evaluated."""
         self._task_ids: dict[int, list[int]] = {}
         self._troubles: dict[int, str | None] = {}
         self._look_again_at: dict[int, float] = {}
@@ -71,10 +91,11 @@ class Feeder:
         if not task_ids:
             return 0
         num_groups = 0
-        for run, wakeups in self._feed(task_ids):
-            num = len(wakeups) // run.config.episodes_per_group
-            logger.info("fed run=%s groups=%d episodes=%d", run.name, num, len(wakeups))
-            self._publish(wakeups)
+        for fed in self._feed(task_ids):
+            num = len(fed.wakeups) // fed.group_size
+            what = "to evaluate " if fed.evaluates else ""
+            logger.info("fed %srun=%s groups=%d episodes=%d", what, fed.run.name, num, len(fed.wakeups))
+            self._publish(fed.wakeups)
             num_groups += num
         return num_groups
 
@@ -91,8 +112,8 @@ class Feeder:
         self._say(run, None)
         return task_ids
 
-    def _feed(self, task_ids: Mapping[int, list[int]]) -> list[tuple[Run, list[Wakeup]]]:
-        """The messages of each run that gets groups.
+    def _feed(self, task_ids: Mapping[int, list[int]]) -> list[_Fed]:
+        """What each run gets: groups to evaluate versions first, as training takes what is left.
 
         All runs in one transaction: while it lasts no other feeder counts what is in flight, or both would fill it.
         Groups and cursor move together, so whenever a feeder dies, no task is skipped and none repeated.
@@ -100,6 +121,14 @@ class Feeder:
         fed = []
         with self._database.begin() as conn:
             cursors = {run_id: runs.lock_cursor(conn, run_id) for run_id in sorted(task_ids)}
+            for run in (load.run for load in sharing.loads(conn)):
+                if cursors.get(run.id) is None or run.id not in self._held_out_ids:
+                    continue
+                point, wakeups = evaluations.advance(conn, run, task_ids=self._held_out_ids[run.id])
+                if point is not None and (error := self._patience.why_give_up(run, point)):
+                    evaluations.close(conn, run.id, point.version, error=error)
+                if wakeups:
+                    fed.append(_Fed(run=run, wakeups=wakeups, evaluates=True))
             loads = sharing.loads(conn)
             demands = [sharing.demand(conn, load, fed=cursors.get(load.run.id) is not None) for load in loads]
             for load, num in zip(loads, new_groups(self._capacity, demands), strict=True):
@@ -116,7 +145,7 @@ class Feeder:
                     wanted=run.config.wanted,
                 )
                 runs.move_cursor(conn, run.id, cursor)
-                fed.append((run, wakeups))
+                fed.append(_Fed(run=run, wakeups=wakeups, evaluates=False))
         return fed
 
     def _say(self, run: Run, trouble: str | None) -> None:
@@ -131,8 +160,9 @@ class Feeder:
     def _tasks_of(self, run: Run) -> list[int]:
         if run.id not in self._task_ids:
             self._prove(run.config)
-            given = read_tasks(run.config)
+            given = read_tasks(run.config) if run.config.train.num_versions else []
             dataset = dataset_of(run.config, given)
+            held_out = held_out_tasks(run.config, run.config.eval, trained=given) if run.config.eval else None
             with self._database.begin() as conn:
                 if runs.bind_dataset(conn, run.id, dataset) != dataset:
                     raise SetupError(
@@ -140,6 +170,10 @@ class Feeder:
                         "put it back, or start a run of another name"
                     )
                 added = tasks.load(conn, dataset=dataset, handler=run.config.handler, payloads=given)
+                if held_out is not None:
+                    self._held_out_ids[run.id] = evaluations.store_tasks(
+                        conn, run, dataset=_dataset_name("held-out", run.config, held_out), given=held_out
+                    )
                 self._task_ids[run.id] = tasks.ids(conn, dataset)
             logger.info("tasks run=%s new=%d all=%d", run.name, added, len(self._task_ids[run.id]))
         return self._task_ids[run.id]
@@ -147,8 +181,12 @@ class Feeder:
 
 def dataset_of(config: RunConfig, given: Sequence[tuple[str, dict[str, JsonValue]]]) -> str:
     """Name of a task set that no other handler's and no other tasks can have."""
+    return _dataset_name(config.dataset_name, config, given)
+
+
+def _dataset_name(name: str, config: RunConfig, given: Sequence[tuple[str, dict[str, JsonValue]]]) -> str:
     content = hashlib.sha256(json.dumps(given, sort_keys=True).encode()).hexdigest()
-    return f"{config.dataset_name}:{config.handler}:{content[:16]}"
+    return f"{name}:{config.handler}:{content[:16]}"
 
 
 def read_tasks(config: RunConfig) -> list[tuple[str, dict[str, JsonValue]]]:

@@ -1,4 +1,5 @@
-"""The reaper: `python -m workers.reaper`. Brings back episodes that stand still, removes sandboxes nobody needs.
+"""The reaper: `python -m workers.reaper`. Brings back episodes that stand still, ends those that came too late for
+their group to be trained, removes sandboxes nobody needs.
 
 Waits for: the next round. Safe to run many at once: rows that another reaper holds are skipped.
 """
@@ -11,7 +12,7 @@ import socket
 import sys
 from collections.abc import Callable, Sequence
 
-from common.db import episodes, retries, sandboxes
+from common.db import episodes, late, retries, sandboxes
 from common.db.episodes import Wakeup
 from common.db.retries import Backoff
 from common.db.session import Database
@@ -30,7 +31,7 @@ MANY = 1_000_000
 
 
 class Reaper:
-    """One round does all three: expired leases, lost messages, orphaned sandboxes."""
+    """One round does all four: expired leases, groups that are too old, lost messages, orphaned sandboxes."""
 
     def __init__(
         self, database: Database, given: Settings, backend: Backend, publish: Callable[[Sequence[Wakeup]], None]
@@ -53,6 +54,10 @@ class Reaper:
             expired = retries.reap(conn, max_attempts=self._settings.max_attempts, backoff=self._backoff)
         if expired:
             logger.warning("took back episodes=%d: their leases ran out", len(expired))
+        with self._database.begin() as conn:
+            doomed = late.cancel_doomed(conn)
+        if doomed is not None:
+            logger.info("cancelled episodes=%d: their groups are too old to be trained", doomed.num_cancelled)
         with self._database.begin() as conn:
             lost = episodes.resend(conn, after_s=self._settings.resend_after_s)
         if lost:

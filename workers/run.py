@@ -62,7 +62,7 @@ class Run:
         playing = _Playing(self, claim, prepared, spent_s=sum(turn.latency_ms for turn in stored) / 1000)
         agent = Agent(
             renderer=playing.renderer,
-            config=claim.config.rollout,
+            config=claim.rollout,
             generate=playing.generate,
             call_tool=playing.call_tool,
             save=playing.save,
@@ -144,7 +144,7 @@ class _Playing:
 
     @property
     def _left_s(self) -> float:
-        return self._claim.config.rollout.episode_timeout_s - self.spent_s
+        return self._claim.rollout.episode_timeout_s - self.spent_s
 
     async def save(self, turn: Turn) -> None:
         await asyncio.to_thread(self._save, turn)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import sys
 from collections import deque
 from collections.abc import Awaitable, Callable
 from enum import StrEnum
@@ -49,10 +50,14 @@ class ScriptedEngine:
         logprob: float = -0.5,
         token_s: float = 0.0,
         max_model_len: int = 4096,
+        max_running: int | None = None,
         port: int = 0,
         accept: Callable[[Path], str | None] = lambda path: None if path.is_dir() else f"no folder {path}",
     ) -> None:
-        """`port` 0 is a free one. `accept` says why a version's folder is refused, None when it is not."""
+        """`port` 0 is a free one. `accept` says why a version's folder is refused, None when it is not.
+
+        Of more than `max_running` requests the last ones wait, and the engine says so in its figures; None = no bound.
+        """
         self.reply = reply
         self.logprob = logprob
         self.token_s = token_s
@@ -74,7 +79,7 @@ class ScriptedEngine:
         self.open: dict[str, str] = {}
         """Ids of the generate requests that have no answer yet, with the model that each is for."""
         self.metrics: str | None = None
-        """The page of its figures, without those of adapters; None = it has none."""
+        """The page of its figures, without those of adapters; None = it has none, or its own where it has a bound."""
         self.num_tokens = 0
         """Sampled since the start."""
         self.peers: set[tuple[str, int]] = set()
@@ -83,6 +88,9 @@ class ScriptedEngine:
         self._open_gate.set()
         self._aborted: set[str] = set()
         self._ids = itertools.count()
+        self._max_running = max_running
+        self._places = asyncio.Semaphore(max_running or sys.maxsize)
+        self._num_running = 0
         self._stopped = asyncio.Event()
         self._runner: web.AppRunner | None = None
         self._port = port
@@ -232,7 +240,12 @@ class ScriptedEngine:
     ) -> dict[str, Any]:
         self.open[request_id] = model
         try:
-            return await self._sample(request_id, prompt, params)
+            async with self._places:
+                self._num_running += 1
+                try:
+                    return await self._sample(request_id, prompt, params)
+                finally:
+                    self._num_running -= 1
         finally:
             del self.open[request_id]
             self._aborted.discard(request_id)
@@ -337,9 +350,22 @@ class ScriptedEngine:
         return web.Response(text="Success")
 
     async def _metrics(self, _: web.Request) -> web.Response:
-        if self.metrics is None and not self.adapters:
+        page = self.metrics
+        if page is None and self._max_running is not None:
+            page = self._figures()
+        if page is None and not self.adapters:
             return web.Response(status=404)
-        return web.Response(text=(self.metrics or "") + self._adapters_in_use())
+        return web.Response(text=(page or "") + self._adapters_in_use())
+
+    def _figures(self) -> str:
+        figures = {
+            "num_requests_running": self._num_running,
+            "num_requests_waiting": len(self.open) - self._num_running,
+            "kv_cache_usage_perc": 0,
+            "num_preemptions_total": 0,
+            "generation_tokens_total": self.num_tokens,
+        }
+        return "".join(f"vllm:{name} {value}\n" for name, value in figures.items())
 
     def _adapters_in_use(self) -> str:
         """As vLLM does: a line a combination of names, the older ones too, each with the time that it was seen."""

@@ -136,7 +136,7 @@ class StageWorker:
 
     def _result(self, claim: Claim, future: Future[Done], woken: threading.Event) -> Done:
         """Waits for the work's end, until its budget is used up. `woken` is set before that if the work must stop."""
-        limit_s = budget_s(self._stage, claim.config.rollout, self._settings)
+        limit_s = budget_s(self._stage, claim.rollout, self._settings)
         in_time = self._stopping.is_set() or woken.wait(limit_s)
         if not future.done():
             ended = self._stop(claim, future)

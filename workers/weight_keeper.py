@@ -1,4 +1,4 @@
-"""Brings the newest policy version into the engines that this process owns, while they serve.
+"""Brings new policy versions into the engines that this process owns, while they serve.
 
 One keeper lives in each RUN process. Who waits: the keeper waits for an announcement or its next poll; nobody waits
 for the keeper. An engine under it is paused only between pause and resume, both of which have time limits.
@@ -125,11 +125,11 @@ class WeightKeeper:
             del self._tending[engine.id]
 
     async def _bring_up_to_date(self, engine: EngineRow) -> bool:
-        """Make the engine serve its run's newest version; True if it was loaded, and so may be outdated again."""
+        """Make the engine serve the version that its run wants; True if it was loaded, and so may be outdated again."""
         await self._client.check_health(engine.url)
         name = await self._client.weight_version(engine.url)
         paused = await self._client.is_paused(engine.url)
-        target = await asyncio.to_thread(self._newest, engine.run_id)
+        target = await asyncio.to_thread(self._wanted, engine.run_id)
         if target is not None and target.adapters_kept is not None:
             if paused:
                 await self._resume_forgotten(engine)
@@ -260,9 +260,9 @@ class WeightKeeper:
         with self._database.begin() as conn:
             return engines.own(conn, self._owner, lease_s=self._lease_s)
 
-    def _newest(self, run_id: int) -> PolicyVersion | None:
+    def _wanted(self, run_id: int) -> PolicyVersion | None:
         with self._database.begin() as conn:
-            return versions.newest(conn, run_id)
+            return versions.wanted(conn, run_id)
 
     def _loaded(self, engine: EngineRow, version: int | None, num_loads: int) -> None:
         with self._database.begin() as conn:

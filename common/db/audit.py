@@ -22,7 +22,8 @@ CHECKS: Mapping[str, str] = MappingProxyType(
                AND (g.num_final <> g.size OR g.size <> (SELECT count(*) FROM episode WHERE group_id = g.id))
         """,
         "groups_unsettled": """
-            SELECT count(*) FROM episode_group WHERE run_id = :run_id AND state NOT IN ('TRAINED', 'DROPPED')
+            SELECT count(*) FROM episode_group
+             WHERE run_id = :run_id AND state NOT IN ('TRAINED', 'DROPPED', 'EVALUATED')
         """,
         # Trained by another step than the group's own, by an unfinished one, or although it was dropped.
         "doubled": """
@@ -54,11 +55,23 @@ CHECKS: Mapping[str, str] = MappingProxyType(
                                    count(*) FILTER (WHERE state = 'SCORED'
                                                     AND outcome = ANY(CAST(:agent AS text[]))) AS num_scored
                               FROM episode WHERE group_id = g.id) e ON true
-             WHERE g.run_id = :run_id AND g.state = 'DROPPED' AND e.num_scored >= 2
+             WHERE g.run_id = :run_id AND g.state = 'DROPPED' AND g.eval_version IS NULL AND e.num_scored >= 2
                AND e.oldest >= (SELECT max(version_in) FROM train_step WHERE run_id = :run_id)
                                - CAST(r.config -> 'train' ->> 'max_staleness' AS int)
                AND NOT (g.drop_reason = 'zero_variance' AND e.even
                         AND r.config -> 'train' ->> 'zero_variance' = 'refill')
+        """,
+        # Evaluation episodes that were trained, that are in a group of another kind, or whose tokens are not all of
+        # the version that they evaluate; and evaluations that are not over.
+        "evaluations_wrong": """
+            SELECT (SELECT count(*) FROM episode e
+                      JOIN episode_group g ON g.id = e.group_id
+                      LEFT JOIN trained_episode x ON x.episode_id = e.id
+                     WHERE e.run_id = :run_id
+                       AND (e.eval_version IS DISTINCT FROM g.eval_version
+                            OR e.eval_version IS NOT NULL AND x.episode_id IS NOT NULL
+                            OR e.eval_version <> e.version_min OR e.eval_version <> e.version_max))
+                 + (SELECT count(*) FROM evaluation_point WHERE run_id = :run_id AND finished_at IS NULL)
         """,
         "turns_doubled": """
             SELECT count(*) - count(DISTINCT (t.episode_id, t.attempt, t.index))

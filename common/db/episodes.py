@@ -16,7 +16,7 @@ from uuid import UUID
 from pydantic import JsonValue
 from sqlalchemy import Connection, text
 
-from common.config import RunConfig
+from common.config import RolloutConfig, RunConfig
 from common.db import stragglers
 from common.db.statement import Prepared
 from common.episode import FINAL_STATES, MOVES, STAGE_OF, TAKES, EpisodeState, Stage
@@ -55,6 +55,13 @@ class Claim:
     """RUN's outcome; None before EVAL."""
     transcript: list[list[dict[str, Any]]]
     """In EVAL the messages of each turn, without the first ones; [] before."""
+    eval_version: int | None = None
+    """The version that it evaluates: it plays only on engines that serve this one. None = it is for training."""
+
+    @property
+    def rollout(self) -> RolloutConfig:
+        """How the episode is played: as the run trains, or as it evaluates."""
+        return self.config.rollout if self.eval_version is None else self.config.eval_rollout
 
 
 def claim(
@@ -96,6 +103,7 @@ def claim(
         num_turns=row.num_turns,
         outcome=row.outcome,
         transcript=row.transcript or [],
+        eval_version=row.eval_version,
     )
 
 
@@ -126,7 +134,7 @@ def _claim(stage: Stage) -> Prepared:
          WHERE e.id = :id AND e.attempt = :attempt AND e.state = '{TAKES[stage]}' AND e.claim_token IS NULL
            AND (e.not_before IS NULL OR e.not_before <= now())
            {"AND EXISTS (SELECT FROM engine WHERE run_id = e.run_id)" if stage is Stage.RUN else ""}
-        RETURNING e.group_id, e.run_id, e.prepared, e.num_turns, e.outcome,
+        RETURNING e.group_id, e.run_id, e.prepared, e.num_turns, e.outcome, e.eval_version,
                   ({transcript if stage is Stage.EVAL else "NULL"}) AS transcript,
                   (SELECT jsonb_build_array(handler, payload) FROM task
                     WHERE id = (SELECT task_id FROM episode_group WHERE id = e.group_id)) AS task,
@@ -161,7 +169,7 @@ def renew(conn: Connection, tokens: Collection[UUID], *, lease_s: float) -> set[
 
 def leaves_stragglers(claim: Claim, to: EpisodeState) -> bool:
     """Whether this move may complete a group before its time, which takes several statements: a transaction."""
-    return to is EpisodeState.SCORED and claim.config.rollout.oversample > 0
+    return to is EpisodeState.SCORED and claim.eval_version is None and claim.rollout.oversample > 0
 
 
 def move(

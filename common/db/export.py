@@ -31,7 +31,7 @@ EPISODES = Extract(
     columns="""
         e.id AS episode_id, e.group_id, e.index, k.dataset, k.key AS task, k.handler, e.state, e.attempt, e.failures,
         e.outcome, e.detail, e.reward, CAST(e.reward_parts AS text) AS reward_parts, e.version_min, e.version_max,
-        e.num_turns, e.num_sampled, g.state AS group_state, g.drop_reason, x.step_id, x.advantage,
+        e.num_turns, e.num_sampled, e.eval_version, g.state AS group_state, g.drop_reason, x.step_id, x.advantage,
         CAST(e.prepared -> 'messages' AS text) AS first_messages, e.created_at, e.finished_at""",
     order="e.id",
 )

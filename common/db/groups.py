@@ -18,7 +18,7 @@ def num_in_flight(conn: Connection, run_id: int, *, live_version: int) -> int:
         text(
             """
             SELECT (SELECT count(*) FROM episode_group
-                     WHERE run_id = :run_id AND state IN ('OPEN', 'COMPLETE', 'TAKEN'))
+                     WHERE run_id = :run_id AND state IN ('OPEN', 'COMPLETE', 'TAKEN') AND eval_version IS NULL)
                  + (SELECT coalesce(sum(num_groups), 0) FROM train_step
                      WHERE run_id = :run_id AND version_in >= :live_version)
             """
@@ -33,23 +33,33 @@ def num_not_dropped(conn: Connection, run_id: int) -> int:
     return num_in_flight(conn, run_id, live_version=0)
 
 
-def create(conn: Connection, *, run_id: int, task_ids: list[int], size: int, wanted: int | None = None) -> list[Wakeup]:
+def create(
+    conn: Connection,
+    *,
+    run_id: int,
+    task_ids: list[int],
+    size: int,
+    wanted: int | None = None,
+    eval_version: int | None = None,
+) -> list[Wakeup]:
     """One group of `size` NEW episodes for each task, in order; returns the messages to send after the commit.
 
-    With `wanted`, a group is complete when so many are scored, and the others are cancelled as stragglers.
+    With `wanted`, a group is complete when so many are scored, and the others are cancelled as stragglers. With
+    `eval_version` they evaluate that version.
     """
     rows = conn.execute(
         text(
             """
             WITH made AS (
-                INSERT INTO episode_group (run_id, task_id, size, wanted)
-                SELECT :run_id, task_id, :size, :wanted
+                INSERT INTO episode_group (run_id, task_id, size, wanted, eval_version)
+                SELECT :run_id, task_id, :size, :wanted, CAST(:eval_version AS int)
                   FROM unnest(CAST(:task_ids AS bigint[])) WITH ORDINALITY AS t (task_id, n)
                  ORDER BY n
                 RETURNING id
             ), born AS (
-                INSERT INTO episode (run_id, group_id, index)
-                SELECT :run_id, made.id, i FROM made, generate_series(0, :size - 1) AS i ORDER BY made.id, i
+                INSERT INTO episode (run_id, group_id, index, eval_version)
+                SELECT :run_id, made.id, i, CAST(:eval_version AS int)
+                  FROM made, generate_series(0, :size - 1) AS i ORDER BY made.id, i
                 RETURNING id, attempt
             ), noted AS (
                 INSERT INTO episode_event (episode_id, attempt, to_state, why) SELECT id, 1, 'NEW', 'fed' FROM born
@@ -57,6 +67,6 @@ def create(conn: Connection, *, run_id: int, task_ids: list[int], size: int, wan
             SELECT id, attempt FROM born ORDER BY id
             """
         ),
-        {"run_id": run_id, "task_ids": task_ids, "size": size, "wanted": wanted},
+        {"run_id": run_id, "task_ids": task_ids, "size": size, "wanted": wanted, "eval_version": eval_version},
     )
     return [Wakeup(stage=Stage.INIT, episode_id=row.id, attempt=row.attempt) for row in rows]

@@ -106,6 +106,9 @@ class EpisodeGroup(Base):
 
     __tablename__ = "episode_group"
     __table_args__ = (
+        Index(
+            "episode_group_evaluation_ix", "run_id", "eval_version", postgresql_where=text("eval_version IS NOT NULL")
+        ),
         Index("episode_group_complete_ix", "run_id", "id", postgresql_where=text("state = 'COMPLETE'")),
         Index("episode_group_in_flight_ix", "run_id", postgresql_where=text("state IN ('OPEN', 'COMPLETE', 'TAKEN')")),
         Index(
@@ -125,6 +128,8 @@ class EpisodeGroup(Base):
     num_final: Mapped[int] = mapped_column(server_default="0")
     """Episodes of the group in a final state."""
     state: Mapped[str] = mapped_column(server_default="OPEN")
+    eval_version: Mapped[int | None]
+    """Policy version that it evaluates; None = it is for training."""
     step_id: Mapped[int | None] = mapped_column(ForeignKey("train_step.id"))
     drop_reason: Mapped[str | None]
     dropped_version: Mapped[int | None]
@@ -161,6 +166,8 @@ class Episode(Base):
     group_id: Mapped[int] = mapped_column(ForeignKey("episode_group.id"))
     index: Mapped[int]
     """0 … G-1 within the group."""
+    eval_version: Mapped[int | None]
+    """That of its group: it plays on engines that serve this version, and is never trained. None = for training."""
     state: Mapped[str] = mapped_column(server_default="NEW")
     attempt: Mapped[int] = mapped_column(SmallInteger, server_default="1")
     """1 = the first try. A retry that cannot go on from what is stored is a new attempt, with turns of its own."""
@@ -301,6 +308,22 @@ class PolicyVersion(Base):
     path: Mapped[str]
     manifest_sha256: Mapped[str]
     published_at: Mapped[datetime] = mapped_column(server_default=text("clock_timestamp()"))
+
+
+class EvaluationPoint(Base):
+    """A version that is evaluated on held-out tasks, from the moment it is published until its last episode."""
+
+    __tablename__ = "evaluation_point"
+    __table_args__ = (
+        Index("evaluation_point_open_ix", "run_id", "version", postgresql_where=text("finished_at IS NULL")),
+    )
+    run_id: Mapped[int] = mapped_column(ForeignKey("run.id"), primary_key=True)
+    version: Mapped[int] = mapped_column(primary_key=True, autoincrement=False)
+    error: Mapped[str | None]
+    """Why it was given up; None = it was not."""
+    created_at: Mapped[datetime] = mapped_column(server_default=text("clock_timestamp()"))
+    finished_at: Mapped[datetime | None]
+    """None = engines that have reached the version stay there."""
 
 
 class TrainStep(Base):

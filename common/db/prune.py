@@ -82,7 +82,7 @@ def delete_run(database: Database, run: Run) -> Iterator[int]:
         for statement in (
             *(
                 f"DELETE FROM {table} WHERE run_id = :id"
-                for table in ("episode_group", "submission", "train_step", "policy_version")
+                for table in ("episode_group", "submission", "train_step", "evaluation_point", "policy_version")
             ),
             "UPDATE engine SET run_id = NULL, version = NULL WHERE run_id = :id",
             "DELETE FROM run WHERE id = :id",

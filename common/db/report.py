@@ -8,7 +8,8 @@ from dataclasses import dataclass
 
 from sqlalchemy import Connection, text
 
-from common.db import snapshot, step_troubles, stragglers
+from common.db import evaluations, snapshot, step_troubles, stragglers
+from common.db.evaluations import Evaluation
 from common.db.step_troubles import StepTrouble
 from common.episode import DropReason, RunState
 from common.outcomes import AGENT_OUTCOMES, Outcome
@@ -16,7 +17,11 @@ from common.outcomes import AGENT_OUTCOMES, Outcome
 
 @dataclass(frozen=True, kw_only=True)
 class Summary:
-    """How a run went. Every episode is counted in exactly one of the `episodes_*` fields up to `episodes_lost`."""
+    """How a run went. Every episode is counted in exactly one of the `episodes_*` fields up to `episodes_lost`.
+
+    Those that evaluate versions are not the training's, and stand in `evaluations` alone; tokens and failures are of
+    all.
+    """
 
     state: RunState
     step_trouble: StepTrouble | None
@@ -68,12 +73,19 @@ class Summary:
     """The latest of them as "kind: what happened"; None = there is none."""
     groups_dropped: Mapping[DropReason, int]
     """By reason; reasons that dropped none are absent."""
+    evaluations: tuple[Evaluation, ...] = ()
+    """Of the versions that were evaluated on held-out tasks, in order."""
 
 
 def summary(conn: Connection, run_id: int) -> Summary:
     """How the run went so far."""
     row = conn.execute(
-        text("SELECT state, CAST(config -> 'train' ->> 'num_versions' AS int) AS num_versions FROM run WHERE id = :id"),
+        text(
+            """
+            SELECT name, state, CAST(config -> 'train' ->> 'num_versions' AS int) AS num_versions
+              FROM run WHERE id = :id
+            """
+        ),
         {"id": run_id},
     ).one()
     state = RunState(row.state)
@@ -110,6 +122,7 @@ def summary(conn: Connection, run_id: int) -> Summary:
         failures=failures,
         last_failure=last_failure,
         groups_dropped=snapshot.groups_dropped(conn, run_id),
+        evaluations=evaluations.results(conn, row.name),
     )
 
 
@@ -135,7 +148,7 @@ def _fates(conn: Connection, run_id: int) -> Counter[str]:
               FROM episode e
               JOIN episode_group g ON g.id = e.group_id
               LEFT JOIN trained_episode x ON x.episode_id = e.id
-             WHERE e.run_id = :run_id GROUP BY 1
+             WHERE e.run_id = :run_id AND e.eval_version IS NULL GROUP BY 1
             """
         ),
         {"run_id": run_id, "agent": sorted(AGENT_OUTCOMES), "straggler": stragglers.WHY},
@@ -205,7 +218,7 @@ def _sampled(conn: Connection, run_id: int) -> _Sampled:
         text(
             """
             SELECT outcome, count(*) AS num, sum(attempt) AS attempts FROM episode
-             WHERE run_id = :run_id GROUP BY outcome ORDER BY num DESC, outcome
+             WHERE run_id = :run_id AND eval_version IS NULL GROUP BY outcome ORDER BY num DESC, outcome
             """
         ),
         {"run_id": run_id},
@@ -249,7 +262,8 @@ def _reward_by_version(conn: Connection, run_id: int, num_versions: int) -> tupl
         text(
             """
             SELECT version_min AS version, avg(greatest(least(reward, 1e6), -1e6)) AS mean FROM episode
-             WHERE run_id = :run_id AND state = 'SCORED' AND version_min IS NOT NULL GROUP BY version_min
+             WHERE run_id = :run_id AND eval_version IS NULL AND state = 'SCORED' AND version_min IS NOT NULL
+             GROUP BY version_min
             """
         ),
         {"run_id": run_id},

@@ -76,6 +76,7 @@ GRANTS: Mapping[Role, Grants] = MappingProxyType(
                 "turn": ("SELECT", "INSERT"),
                 "turn_tokens": ("SELECT", "INSERT"),
                 "policy_version": ("SELECT",),
+                "evaluation_point": ("SELECT",),
                 "engine": (
                     "UPDATE (owner, owner_until, version, loading, healthy_at, failures, retry_at, error, state,"
                     " num_loads, num_refusals, num_failures)",
@@ -105,6 +106,7 @@ GRANTS: Mapping[Role, Grants] = MappingProxyType(
                 "INSERT (run_id, number, path, manifest_sha256)",
                 "UPDATE (path, manifest_sha256)",
             ),
+            "evaluation_point": ("SELECT", "INSERT (run_id, version)"),
         },
         Role.FEEDER: {
             "run": ("SELECT", "UPDATE (epoch, cursor, dataset, error)"),
@@ -112,12 +114,15 @@ GRANTS: Mapping[Role, Grants] = MappingProxyType(
             "train_step": ("SELECT",),
             "task": ("SELECT", "INSERT (dataset, key, handler, payload)"),
             "submission": ("SELECT", "UPDATE (fed_at)"),
-            "episode_group": ("SELECT", "INSERT (run_id, task_id, size, wanted)"),
-            "episode": ("SELECT", "INSERT (run_id, group_id, index)"),
+            "episode_group": ("SELECT", "INSERT (run_id, task_id, size, wanted, eval_version)", "UPDATE (state)"),
+            "evaluation_point": ("SELECT", "UPDATE (error, finished_at)"),
+            "episode": ("SELECT", "INSERT (run_id, group_id, index, eval_version)"),
             "episode_event": (_NOTE,),
             "sandbox": ("SELECT",),
         },
         Role.REAPER: {
+            "run": ("SELECT",),
+            "policy_version": ("SELECT",),
             "engine": ("SELECT",),
             "episode_group": ("SELECT", "UPDATE (num_final, state, completed_at)"),
             "episode": ("SELECT", _HAND_BACK),

@@ -6,9 +6,9 @@ from dataclasses import dataclass
 
 from sqlalchemy import Connection
 
-from common.db import runs, steps
+from common.db import evaluations, runs, steps
 from common.db.cancel import Cancelled, cancel_run
-from common.episode import RUN_MOVES, RunState
+from common.episode import RUN_MOVES, DropReason, RunState
 from common.errors import SetupError
 
 
@@ -32,13 +32,14 @@ def resume(conn: Connection, name: str) -> None:
 
 
 def stop(conn: Connection, name: str, *, why: str) -> Stopped:
-    """End the run for good: cancel its episodes, drop its groups and its open training step, in one transaction.
+    """End the run for good: cancel its episodes, drop its groups, open step and evaluations, in one transaction.
 
     A feeder that makes groups at this moment is waited for, and they are cancelled too; after it there are no new
     ones. A trainer in the middle of a step finds it dropped and ends.
     """
     run_id = _move(conn, name, RunState.STOPPED)
     steps.drop_open_step(conn, run_id)
+    evaluations.close_all(conn, run_id, error=DropReason.STOPPED)
     cancelled = cancel_run(conn, run_id, why=why)
     return Stopped(episodes=cancelled, num_groups_dropped=steps.drop_groups(conn, run_id))
 

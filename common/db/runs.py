@@ -54,7 +54,8 @@ def open_run(conn: Connection, config: RunConfig) -> Run:
     if changed.rowcount == 0:
         raise SetupError(f"run {config.name} exists with another configuration: {_difference(run.config, config)}")
     # The trainer publishes the start weights again: they may be another model's now.
-    conn.execute(text("DELETE FROM policy_version WHERE run_id = :id"), {"id": run.id})
+    for table in ("evaluation_point", "policy_version"):
+        conn.execute(text(f"DELETE FROM {table} WHERE run_id = :id"), {"id": run.id})
     return replace(run, config=config)
 
 

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 
 from sqlalchemy import Connection, text
 
-from common.db import engines, runs, step_troubles
+from common.db import engines, evaluations, runs, step_troubles
+from common.db.evaluations import Evaluation
 from common.db.runs import Run
 from common.db.step_troubles import StepTrouble
 from common.episode import DropReason, EpisodeState, GroupState, RunState, Stage
@@ -63,10 +64,12 @@ class Snapshot:
     tokens_sampled: int
     """Over all episodes, in their present attempt."""
     rewards: tuple[VersionReward, ...]
-    """Versions that have scored episodes, in order."""
+    """Versions that have scored episodes of the training, in order."""
     last_failure: str | None
     """The latest error of an episode that is FAILED, or that is tried again because its handler raised, as
     "handler_failed: run of …"; None = there is none."""
+    evaluations: tuple[Evaluation, ...] = ()
+    """Of the latest versions that are evaluated, in order: the last that is over, and those after it."""
 
 
 def take_snapshot(conn: Connection, run_id: int) -> Snapshot:
@@ -78,9 +81,9 @@ def take_snapshot(conn: Connection, run_id: int) -> Snapshot:
     for row in conn.execute(
         text(
             """
-            SELECT state, claim_token IS NOT NULL AS claimed, version_min, count(*) AS num, sum(num_sampled) AS tokens,
-                   sum(greatest(least(reward, 1e6), -1e6)) AS rewards
-              FROM episode WHERE run_id = :run_id GROUP BY 1, 2, 3 ORDER BY 3
+            SELECT state, claim_token IS NOT NULL AS claimed, version_min, eval_version IS NULL AS trains,
+                   count(*) AS num, sum(num_sampled) AS tokens, sum(greatest(least(reward, 1e6), -1e6)) AS rewards
+              FROM episode WHERE run_id = :run_id GROUP BY 1, 2, 3, 4 ORDER BY 3
             """
         ),
         {"run_id": run_id},
@@ -89,7 +92,7 @@ def take_snapshot(conn: Connection, run_id: int) -> Snapshot:
         episodes[state] += row.num
         working[state] += row.num if row.claimed else 0
         tokens_sampled += row.tokens
-        if state is EpisodeState.SCORED and row.version_min is not None:
+        if state is EpisodeState.SCORED and row.version_min is not None and row.trains:
             scored[row.version_min] = (row.num, row.rewards / row.num)
     lags = _lags(conn, run_id)
     return Snapshot(
@@ -108,6 +111,7 @@ def take_snapshot(conn: Connection, run_id: int) -> Snapshot:
             VersionReward(version=version, episodes=num, mean_reward=mean) for version, (num, mean) in scored.items()
         ),
         last_failure=_last_failure(conn, run_id),
+        evaluations=evaluations.latest(conn, run_id),
     )
 
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from sqlalchemy import Connection, text
 
 from common.db import turns, versions
+from common.db.late import is_any_late
 from common.episode import DropReason, ScoredEpisode
 from common.errors import SetupError
 from common.outcomes import AGENT_OUTCOMES
@@ -66,25 +67,35 @@ def open_step(conn: Connection, run_id: int) -> Step | None:
 
 
 def take_groups(
-    conn: Connection, run_id: int, *, version_in: int, num_groups: int, max_staleness: int, max_refills: int = 0
+    conn: Connection,
+    run_id: int,
+    *,
+    version_in: int,
+    num_groups: int,
+    max_staleness: int,
+    max_refills: int = 0,
+    wait_for_late: bool = False,
 ) -> Take:
     """Open a step with the oldest `num_groups` complete groups; fewer are left where they are.
 
     Groups whose oldest token is more than `max_staleness` versions behind `version_in`, or that have no baseline,
     are dropped and counted; so are up to `max_refills` groups for each version whose rewards are all equal, and then
     the feeder makes as many new ones. It is the raw reward that counts. Of a run that is over, nothing is taken.
+    With `wait_for_late` nothing is taken either while a group is open that the step would make too old.
     """
     # Against a stop, which drops all groups: it waits until the step is committed, or we see that it was first.
     if not conn.execute(
         text("SELECT id FROM run WHERE id = :run_id AND state IN ('ACTIVE', 'PAUSED') FOR SHARE"), {"run_id": run_id}
     ).first():
         return Take(step=None, dropped=Counter())
+    # Before we look what is complete: a late group that completes in between would be left out, and then too old.
+    held_up = wait_for_late and is_any_late(conn, run_id, oldest=version_in - max_staleness)
     complete = [
         row.id
         for row in conn.execute(
             text(
                 """
-                SELECT id FROM episode_group WHERE run_id = :run_id AND state = 'COMPLETE'
+                SELECT id FROM episode_group WHERE run_id = :run_id AND state = 'COMPLETE' AND eval_version IS NULL
                  ORDER BY id FOR UPDATE SKIP LOCKED
                 """
             ),
@@ -98,7 +109,7 @@ def take_groups(
     _drop(conn, reasons, version_in=version_in)
     dropped = Counter(reasons.values())
     ids = [group_id for group_id in complete if group_id not in reasons][:num_groups]
-    if len(ids) < num_groups:
+    if len(ids) < num_groups or held_up:
         return Take(step=None, dropped=dropped)
     step_id = conn.execute(
         text("INSERT INTO train_step (run_id, version_in) VALUES (:run_id, :version_in) RETURNING id"),

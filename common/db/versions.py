@@ -9,6 +9,7 @@ from typing import Any
 from sqlalchemy import Connection, Row, text
 
 from common.config import InFlight, TrainConfig
+from common.db import evaluations
 from common.weights import Published, folder_of
 
 
@@ -58,8 +59,26 @@ def newest(conn: Connection, run_id: int) -> PolicyVersion | None:
     return _version(row) if row else None
 
 
+def wanted(conn: Connection, run_id: int) -> PolicyVersion | None:
+    """The version that the run's engines should serve: the newest, but none beyond one that is being evaluated."""
+    row = conn.execute(
+        text(
+            _SELECT
+            + """ WHERE v.run_id = :run_id
+                   AND v.number <= coalesce((SELECT min(version) FROM evaluation_point
+                                              WHERE run_id = :run_id AND finished_at IS NULL), v.number)
+                 ORDER BY v.number DESC LIMIT 1"""
+        ),
+        {"run_id": run_id},
+    ).first()
+    return _version(row) if row else None
+
+
 def publish(conn: Connection, run_id: int, number: int, published: Published) -> None:
-    """Make a version known. Publishing a number again replaces it: the folder was written anew."""
+    """Make a version known, and its evaluation with it if one is due.
+
+    Publishing a number again replaces it: the folder was written anew.
+    """
     conn.execute(
         text(
             """
@@ -70,6 +89,7 @@ def publish(conn: Connection, run_id: int, number: int, published: Published) ->
         ),
         {"run_id": run_id, "number": number, "path": published.location, "sha": published.manifest_sha256},
     )
+    evaluations.open_if_due(conn, run_id, number)
 
 
 def loadable(conn: Connection) -> list[PolicyVersion]:
@@ -81,7 +101,7 @@ def loadable(conn: Connection) -> list[PolicyVersion]:
 
 
 def needed(conn: Connection, run_id: int) -> frozenset[int]:
-    """Numbers of the versions that an engine of the run may read, or an episode that is not final names."""
+    """Numbers of the versions that an engine may read, or that an open evaluation or unfinished episode names."""
     numbers = conn.execute(
         text(
             f"""
@@ -89,6 +109,7 @@ def needed(conn: Connection, run_id: int) -> frozenset[int]:
              WHERE v.run_id = :run_id AND {_READ_BY_ENGINE}
             UNION SELECT version FROM engine WHERE run_id = :run_id AND version IS NOT NULL
             UNION SELECT loading FROM engine WHERE run_id = :run_id AND loading IS NOT NULL
+            UNION SELECT version FROM evaluation_point WHERE run_id = :run_id AND finished_at IS NULL
             UNION SELECT (span ->> 'version')::int
                     FROM episode e JOIN turn t ON t.episode_id = e.id AND t.attempt = e.attempt
                     CROSS JOIN LATERAL jsonb_array_elements(t.version_spans) span

@@ -18,6 +18,18 @@ Answer = tuple[int, str]
 """Exit code, and all that was said."""
 
 
+REPORT = pytest.StashKey[list[str]]()
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.stash[REPORT] = []
+
+
+def pytest_unconfigure(config: pytest.Config) -> None:
+    for line in config.stash.get(REPORT, []):
+        sys.stdout.write(f"{line}\n")
+
+
 @pytest.fixture
 def world(database: Database) -> World:
     return make_world(database)

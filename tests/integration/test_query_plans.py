@@ -10,7 +10,7 @@ import pytest
 from sqlalchemy import Connection, text
 
 from benchmarks.big_run import GROUP_SIZE, GROUPS_PER_STEP, NUM_COMPLETE, NUM_OPEN, Size, fill
-from common.db import engines, episodes, groups, retries, sandboxes, sharing, steps, stragglers, turns
+from common.db import engines, episodes, groups, late, retries, sandboxes, sharing, steps, stragglers, turns
 from common.db.episodes import Claim, Wakeup
 from common.db.session import Database
 from common.episode import STAGE_OF, EpisodeState
@@ -172,6 +172,8 @@ CALLS: dict[str, Callable[[Connection, World], Callable[[], object]]] = {
     "resend": call(episodes.resend, after_s=60),
     "take_groups": lambda conn, world: lambda: _take(conn, world),
     "drop_groups": call_for_run(steps.take_groups, version_in=NUM_STEPS + 9, num_groups=1, max_staleness=1),
+    "is_any_late": call_for_run(late.is_any_late, oldest=NUM_STEPS),
+    "cancel_doomed": call(late.cancel_doomed),
     "load_and_finish_step": _step,
     "num_refilled": call_for_run(steps.num_refilled, version_in=NUM_STEPS),
     "loads": _loads,

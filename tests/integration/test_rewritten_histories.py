@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
-from pydantic import EngineHttp, JsonValue
+from pydantic import JsonValue
 from sqlalchemy import text
 
 from common.config import RenderConfig, RolloutConfig, RunConfig, TrainConfig
@@ -19,6 +19,7 @@ from common.db.episodes import Wakeup
 from common.db.session import Database
 from common.episode import EngineState, EpisodeState, Message, ToolCall
 from common.outcomes import Outcome
+from common.settings import Settings
 from common.weights import Published, version_name
 from tests.integration.world import World
 from tests.unit.workers.model_families import QWEN
@@ -152,7 +153,7 @@ class Fleet:
                         engines=EnginePool(client, lambda run_id, row=row: [row], wait_s=10),
                         handler=lambda name: Walk(),
                         renderer=lambda config: self.renderer,
-                        backend=open_backend(self.data_dir),
+                        backend=open_backend(Settings(data_dir=self.data_dir)),
                     )(claim)
             except Killed:
                 with self.world.database.begin() as conn:
@@ -207,7 +208,7 @@ def rows_of(world: World) -> tuple[list[Sample], dict[str, int]]:
             groups, version=0, train=world.run.config.train, reference_kl=lambda samples: {}
         )
         assert (metrics["num_episodes"], metrics["num_rows"]) == (2, len(rows))
-        published = Published(path=world.run.config.model, manifest_sha256="0" * 64)
+        published = Published(location=str(world.run.config.model), manifest_sha256="0" * 64)
         steps.finish_step(conn, step, published=published, metrics=metrics, trained=account(rows, advantages))
         return rows, {name: count for name, count in audit.violations(conn, world.run.id).items() if count}
 

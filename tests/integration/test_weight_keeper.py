@@ -12,7 +12,7 @@ import pytest
 from sqlalchemy import Row, text
 
 from common.config import RunConfig
-from common.db import engines, runs, versions
+from common.db import engines, evaluations, runs, versions
 from common.db.session import Database
 from common.weight_cache import WeightCache
 from common.weights import LOADING, MANIFEST, WeightStore
@@ -84,6 +84,24 @@ async def engine(scene: Scene) -> AsyncIterator[ScriptedEngine]:
     scene.register(engine)
     yield engine
     await engine.stop()
+
+
+async def test_stays_with_a_version_until_it_is_evaluated_also_over_a_restart(
+    scene: Scene, engine: ScriptedEngine
+) -> None:
+    with scene.database.begin() as conn:
+        conn.execute(text("INSERT INTO evaluation_point (run_id, version) VALUES (:id, 1)"), {"id": scene.run.id})
+    for number in range(3):
+        scene.publish(number)
+    async with scene.keeping():
+        await scene.until_serving(engine, 1)
+        await engine.stop()
+        await until(lambda: scene.stored(engine).version is None)
+        await engine.restart()
+        await scene.until_serving(engine, 1)
+        with scene.database.begin() as conn:
+            evaluations.close(conn, scene.run.id, 1)
+        await scene.until_serving(engine, 2)
 
 
 async def test_loads_the_newest_version_at_start(scene: Scene, engine: ScriptedEngine) -> None:

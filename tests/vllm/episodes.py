@@ -31,6 +31,10 @@ MIN_TURNS = 3
 AT_ONCE = 32
 MAX_DLOGPROB = 1e-4
 """In nats, between float32 models."""
+EDGE = 1e-5
+"""Of probability: what differences of such log-probs come to when they are added up to top-p."""
+MAX_EDGE_SHARE = 1e-3
+"""Of the tokens."""
 SAMPLINGS = ((1.0, 1.0), (0.7, 0.9))
 """(temperature, top-p)."""
 PROMPT_FIELDS = {GENERATE: "token_ids", COMPLETIONS: "prompt"}
@@ -167,18 +171,22 @@ class Comparison:
     """Sampled ones, in all episodes."""
     num_id_differences: int
     max_dlogprob: float
+    num_edges: int
+    """Tokens at whose place rounding decides on the nucleus."""
 
     def check(self, *, num_episodes: int) -> None:
         """Assert what must hold of any engine and model."""
         assert self.num_long >= num_episodes
         assert self.num_id_differences == 0
         assert self.max_dlogprob < MAX_DLOGPROB
+        assert self.num_edges <= MAX_EDGE_SHARE * self.num_tokens
 
     def add_to(self, figures: dict[str, Any], *, family: str) -> None:
         """Into the line that a run of the tests ends with."""
         figures.setdefault("families", Names()).add(family)
         figures["episodes"] = figures.get("episodes", 0) + self.num_long
         figures["id_differences"] = figures.get("id_differences", 0) + self.num_id_differences
+        figures["nucleus_edges"] = figures.get("nucleus_edges", 0) + self.num_edges
         figures["max_dlogprob"] = f"{max(self.max_dlogprob, float(figures.get('max_dlogprob', 0))):.1e}"
 
 
@@ -225,15 +233,25 @@ def num_id_differences(row: Sample, exchanges: list[Exchange]) -> int:
     )
 
 
-def max_dlogprob(policy: Policy, rows: list[Sample]) -> float:
-    """Largest distance between the engine's log-probs and the trainer's own."""
-    largest = 0.0
+def logprob_gaps(policy: Policy, rows: list[Sample]) -> tuple[float, int]:
+    """(largest distance between the engine's log-probs and the trainer's own, tokens at the nucleus's edge).
+
+    Where the likeliest tokens add up to top-p but for rounding, one more token may be in one side's nucleus than in the
+    other's; such positions are measured in whichever of the two nuclei fits.
+    """
+    largest, num_edges, top_p = 0.0, 0, policy.top_p
     with torch.no_grad():
         for part in microbatches(rows, max_positions=8192):
             batch = pad(part)
-            gaps = (policy.logprobs(batch) - batch.behaviour_logprobs_BL)[batch.mask_BL].abs()
-            largest = max(largest, gaps.max().item())
-    return largest
+            gaps = (policy.logprobs(batch) - batch.behaviour_logprobs_BL).abs()
+            is_far = gaps >= MAX_DLOGPROB
+            for near in (top_p - EDGE, top_p + EDGE) if top_p < 1 and is_far.any() else ():
+                policy.top_p = near
+                gaps = gaps.minimum((policy.logprobs(batch) - batch.behaviour_logprobs_BL).abs())
+            policy.top_p = top_p
+            num_edges += int((is_far & (gaps < MAX_DLOGPROB)).sum())
+            largest = max(largest, gaps[batch.mask_BL].max().item())
+    return largest, num_edges
 
 
 def compare(episodes: list[Played], http: TappedHttp, config: RunConfig, *, version: int = 0) -> Comparison:
@@ -247,9 +265,11 @@ def compare(episodes: list[Played], http: TappedHttp, config: RunConfig, *, vers
         for row, played in zip(rows, episodes, strict=True)
     )
     assert all((row.versions_L[row.mask_L] == version).all() for row in rows)
+    largest, num_edges = logprob_gaps(Policy.load(config), rows)
     return Comparison(
         num_long=sum(played.is_long for played in episodes),
         num_tokens=sum(row.num_tokens for row in rows),
         num_id_differences=differences,
-        max_dlogprob=max_dlogprob(Policy.load(config), rows),
+        max_dlogprob=largest,
+        num_edges=num_edges,
     )

@@ -7,9 +7,11 @@ import multiprocessing
 from collections.abc import Iterator
 from contextlib import contextmanager
 from multiprocessing.context import ForkServerProcess
+from pathlib import Path
 
 from common.db.session import Database
 from common.log import setup_logging
+from common.weight_cache import WeightCache
 from workers.engine_client import EngineClient
 from workers.weight_keeper import WeightKeeper
 
@@ -19,22 +21,23 @@ LEASE_S = 1.0
 END_TIMEOUT_S = 10.0
 
 
-def keep(database_url: str, owner: str) -> None:
+def keep(database_url: str, owner: str, folder: str) -> None:
     """The whole life of the process."""
     setup_logging("INFO")
-    asyncio.run(_keep(database_url, owner))
+    asyncio.run(_keep(database_url, owner, folder))
 
 
-async def _keep(database_url: str, owner: str) -> None:
+async def _keep(database_url: str, owner: str, folder: str) -> None:
     database = Database.connect(database_url)
     async with EngineClient(timeout_s=60) as client:
-        await WeightKeeper(database, client, owner=owner, poll_s=POLL_S, lease_s=LEASE_S).run()
+        cache = WeightCache(Path(folder))
+        await WeightKeeper(database, client, owner=owner, poll_s=POLL_S, cache=cache, lease_s=LEASE_S).run()
 
 
 @contextmanager
-def keepers(database_url: str) -> Iterator[Keepers]:
+def keepers(database_url: str, folder: Path) -> Iterator[Keepers]:
     """All that are started in the block are dead after it."""
-    found = Keepers(database_url)
+    found = Keepers(database_url, folder)
     try:
         yield found
     finally:
@@ -44,16 +47,18 @@ def keepers(database_url: str) -> Iterator[Keepers]:
 class Keepers:
     """Starts them, in milliseconds: they are forked off a process that has imported what they need."""
 
-    def __init__(self, database_url: str) -> None:
+    def __init__(self, database_url: str, folder: Path) -> None:
         self._context = multiprocessing.get_context("forkserver")
         self._context.set_forkserver_preload([__name__])
         self._database_url = database_url
+        self._folder = str(folder)
+        """Of the cache."""
         self._started: dict[str, ForkServerProcess] = {}
 
     def start(self) -> str:
         """Start one more; returns the owner that it is to the database."""
         owner = f"keeper-{len(self._started)}"
-        process = self._context.Process(target=keep, args=(self._database_url, owner), daemon=True)
+        process = self._context.Process(target=keep, args=(self._database_url, owner, self._folder), daemon=True)
         process.start()
         self._started[owner] = process
         return owner

@@ -107,13 +107,13 @@ class Players:
         self.loop = RunLoop()
         self.client = EngineClient(timeout_s=60)
         self.pool = EnginePool(self.client, self._engines_of, wait_s=LONGEST_WAIT_S)
-        settings = Settings(engine_wait_s=LONGEST_WAIT_S)
+        settings = Settings(engine_wait_s=LONGEST_WAIT_S, data_dir=folder)
         stage = Run(
             database=self._database,
             engines=self.pool,
             handler=load_handler,
             renderer=renderer_of,
-            backend=open_backend(folder),
+            backend=open_backend(settings),
         )
         self._leases = Leases(self._database, lease_s=60, heartbeat_s=3)
         self._worker = StageWorker(

@@ -18,6 +18,7 @@ from sqlalchemy import text
 
 from common.db import engines
 from common.db.session import Database
+from common.weight_cache import WeightCache
 from common.weights import version_name
 from deploy.ports import free_port
 from deploy.procfs import PROC, all_stats
@@ -157,7 +158,9 @@ async def test_killed_engines_lose_no_episode(
             await until(lambda one=one: trainee.engine(one.gate.url).version is None, within_s=WITHIN_S)  # type: ignore[misc]
 
     with playing(trainee, tmp_path) as players:
-        keeper = WeightKeeper(trainee.database, players.client, owner="players", poll_s=0.2)
+        keeper = WeightKeeper(
+            trainee.database, players.client, owner="players", poll_s=0.2, cache=WeightCache(tmp_path)
+        )
         keeping = players.loop.submit(keeper.run())
         await is_back(first, second)
 

@@ -54,7 +54,8 @@ async def test_each_family_trains_what_the_engine_was_sent_and_sampled(
         report.append(
             f"{family.name} temperature={temperature} top_p={top_p} episodes={found.num_long} turns={turns.num_all} "
             f"calling={turns.num_calling} respelled={turns.num_respelled} other_ends={turns.num_other_ends} "
-            f"tokens={found.num_tokens} id_differences={found.num_id_differences} max_dlogprob={found.max_dlogprob:.1e}"
+            f"tokens={found.num_tokens} id_differences={found.num_id_differences} "
+            f"max_dlogprob={found.max_dlogprob:.1e} nucleus_edges={found.num_edges}"
         )
         found.check(num_episodes=NUM_EPISODES)
         assert turns.num_calling >= MIN_CALL_SHARE * turns.num_all

@@ -26,6 +26,7 @@ from common.config import RunConfig
 from common.db import engines, runs, versions
 from common.db.session import Database
 from common.episode import Sampled
+from common.weight_cache import WeightCache
 from common.weights import LOADING, MANIFEST, WeightStore, describe, version_name
 from deploy.vllm import DEFAULT_PYTHON, VllmPlan, vllm_spec
 from tests.unit.workers.waiting import until
@@ -198,7 +199,7 @@ async def test_hot_load_under_load(
     with database.begin() as conn:
         run = runs.open_run(conn, RunConfig(name=RUN, model=tiny))
         engines.register(conn, engine, run_id=run.id)
-    keeper = WeightKeeper(database, client, owner="keeper", poll_s=0.2)
+    keeper = WeightKeeper(database, client, owner="keeper", poll_s=0.2, cache=WeightCache(tmp_path))
 
     def publish_next(number: int) -> None:
         models[number] = shifted(load_model(tiny), seed=number)

@@ -14,14 +14,15 @@ from sqlalchemy import text
 from common.config import InFlight
 from common.db import engines
 from common.db.session import Database
-from common.weights import version_name
+from common.weight_cache import WeightCache
+from common.weights import LOADING, version_name
 from tests.unit.workers.waiting import until
 from tests.vllm.gate import Gate, Side, Stop
 from tests.vllm.lone_keeper import Keepers, keepers
 from tests.vllm.playing import Trainee, judge, playing
 from tests.vllm.serving import RUN, serving
 from workers.engine_client import EngineClient
-from workers.weight_keeper import LOADING, WeightKeeper
+from workers.weight_keeper import WeightKeeper
 
 NAME = "/update_weight_version"
 STEPS = (
@@ -74,7 +75,7 @@ async def test_killed_at_each_step_it_leaves_nothing_behind(
         assert await client.weight_version(gate.url) == version_name(RUN, number)
         assert not await client.is_paused(gate.url)
 
-    with keepers(database_url) as group:
+    with keepers(database_url, tmp_path) as group:
         trainee.publish_next()
         owner = group.start()
         await is_whole(0, owner)
@@ -139,7 +140,7 @@ async def test_requests_under_way_do_what_the_run_wants(
     with database.begin() as conn:
         engines.register(conn, gate.url, run_id=trainee.run.id)
     with playing(trainee, tmp_path) as players:
-        keeper = WeightKeeper(database, players.client, owner="keeper", poll_s=0.1)
+        keeper = WeightKeeper(database, players.client, owner="keeper", poll_s=0.1, cache=WeightCache(tmp_path))
         keeping = players.loop.submit(keeper.run())
         for number in range(NUM_UPDATES):
             trainee.publish_next()
@@ -162,7 +163,9 @@ async def test_a_file_that_changes_after_it_was_verified_is_refused(
     trainee.publish_next()
     with database.begin() as conn:
         engines.register(conn, gate.url, run_id=trainee.run.id)
-    keeping = asyncio.create_task(WeightKeeper(database, client, owner="keeper", poll_s=0.1).run())
+    keeping = asyncio.create_task(
+        WeightKeeper(database, client, owner="keeper", poll_s=0.1, cache=WeightCache(tmp_path)).run()
+    )
     await until(lambda: trainee.serves(gate.url, 0), within_s=WITHIN_S)
     stop = gate.stop_next("/collective_rpc", Side.BEFORE)
     number = trainee.publish_next()

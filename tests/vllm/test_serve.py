@@ -20,6 +20,7 @@ from common.db.engines import EngineStatus
 from common.db.session import Database
 from common.episode import EngineState, FinishReason
 from common.errors import SetupError
+from common.weight_cache import WeightCache
 from common.weights import WeightStore, version_name
 from deploy.engine_probe import check_engine, num_requests
 from deploy.ports import free_port
@@ -79,7 +80,9 @@ async def test_serves_restarts_and_drains(
         row = stored()
         return row is not None and row.state is EngineState.SERVING and row.version == 0
 
-    keeping = asyncio.create_task(WeightKeeper(database, client, owner="keeper", poll_s=0.2).run())
+    keeping = asyncio.create_task(
+        WeightKeeper(database, client, owner="keeper", poll_s=0.2, cache=WeightCache(tmp_path)).run()
+    )
     await until(serves, within_s=START_TIMEOUT_S)
     assert await client.weight_version(url) == version_name(RUN, 0)
 

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 from pydantic import ValidationError
 
-from common.config import TrainConfig, load_run_config
+from common.config import EvalConfig, RolloutConfig, RunConfig, TrainConfig, load_run_config
 from common.errors import SetupError
 
 MINIMAL = 'name = "a"\nmodel = "m"\n'
@@ -164,6 +164,26 @@ def test_refills_are_bounded_by_ten_times_the_groups_of_a_step_and_off_by_defaul
 def test_a_group_is_made_with_the_extra_episodes_and_wants_no_more_scores_than_its_size(tmp_path: Path):
     plain, extra = (load_run_config(write(tmp_path, MINIMAL + more)) for more in ("", "[rollout]\noversample = 2"))
     assert [(config.episodes_per_group, config.wanted) for config in (plain, extra)] == [(8, None), (10, 8)]
+
+
+def test_evaluation_keeps_what_it_does_not_set_of_the_way_in_which_the_run_plays():
+    config = RunConfig(
+        name="r",
+        model=Path("m"),
+        rollout=RolloutConfig(temperature=0.7, top_p=0.9, max_tokens_per_turn=50),
+        eval=EvalConfig(temperature=0.0),
+    )
+    assert config.eval_rollout == config.rollout.model_copy(update={"temperature": 0.0})
+
+
+def test_a_run_that_trains_nothing_must_evaluate():
+    with pytest.raises(ValidationError, match=r"num_versions = 0 trains nothing: add an \[eval\] section"):
+        RunConfig(name="r", model=Path("m"), train=TrainConfig(num_versions=0))
+
+
+def test_samples_of_a_task_that_could_never_be_in_flight_are_refused():
+    with pytest.raises(ValidationError, match="samples_per_task = 64 is more than max_episodes_in_flight = 32"):
+        EvalConfig(samples_per_task=64)
 
 
 @pytest.mark.parametrize("field", [{"lora_alpha": 16}, {"lora_modules": ["q_proj"]}])

@@ -7,8 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from common.errors import SetupError
-from trainer.checkpoint import STATE_FILE, CheckpointStore
+from trainer.checkpoint import STATE_FILE, CheckpointDamaged, CheckpointStore
 
 STATE = {"model.a": torch.tensor([1.5, -2.0]), "optimizer.step.a": torch.tensor(3.0)}
 
@@ -25,9 +24,23 @@ def test_state_comes_back_bit_for_bit(store: CheckpointStore) -> None:
     assert all(torch.equal(loaded[name], tensor) for name, tensor in STATE.items())
 
 
-def test_newest_two_are_kept(store: CheckpointStore) -> None:
+def test_saving_deletes_nothing_and_pruning_all_but_the_newest(store: CheckpointStore) -> None:
     folders = [store.save(version, STATE) for version in (1, 2, 3, 4)]
-    assert [folder.exists() for folder in folders] == [False, False, True, True]
+    assert store.before(4) == [3, 2, 1]
+    store.prune(3, num_kept=2)
+    assert [folder.exists() for folder in folders] == [False, True, True, True]
+    store.prune(4, num_kept=1)
+    assert store.before(5) == [4]
+
+
+def test_sweeping_deletes_half_written_folders_alone(store: CheckpointStore, tmp_path: Path) -> None:
+    store.sweep()
+    folder = store.save(7, STATE)
+    half = tmp_path / "first" / ".draft-000008-abc"
+    half.mkdir()
+    (half / STATE_FILE).write_bytes(b"half")
+    store.sweep()
+    assert list((tmp_path / "first").iterdir()) == [folder]
 
 
 def test_saving_a_version_again_replaces_it(store: CheckpointStore) -> None:
@@ -57,9 +70,9 @@ def damage(file: Path, how: str) -> None:
 
 @pytest.mark.parametrize("how", ["flip", "cut", "remove"])
 @pytest.mark.parametrize("name", [STATE_FILE, "manifest.json"])
-def test_damage_is_refused_with_the_folder_and_what_to_do(store: CheckpointStore, name: str, how: str) -> None:
+def test_damage_is_refused_with_the_folder_and_the_file(store: CheckpointStore, name: str, how: str) -> None:
     store.save(6, STATE)
     folder = store.save(7, STATE)
     damage(folder / name, how)
-    with pytest.raises(SetupError, match=f"checkpoint {folder}: .*{name}.* Put the folder back from a copy"):
+    with pytest.raises(CheckpointDamaged, match=f"checkpoint {folder}: .*{name}"):
         store.load(7)

@@ -284,6 +284,28 @@ def test_going_on_from_the_state_gives_the_same_weights_as_never_stopping(
     assert torch.equal(weights_of(policy), weights_of(restored))
 
 
+def test_parameters_that_were_never_trained_have_no_optimizer_state_and_need_none(
+    make_policy: MakePolicy, group: list[Sample]
+) -> None:
+    policy, restored = make_policy(), make_policy()
+    for one in (policy, restored):
+        one.model.get_parameter("model.norm.weight").requires_grad_(requires_grad=False)
+    policy.train_step(group, ADVANTAGES, version=0)
+    state = {name: tensor.clone() for name, tensor in policy.state().items()}
+    assert "optimizer.step.model.norm.weight" not in state
+    restored.restore(state)
+    for one in (policy, restored):
+        one.train_step(group, ADVANTAGES, version=1)
+    assert torch.equal(weights_of(policy), weights_of(restored))
+
+
+@pytest.mark.parametrize("name", ["optimizer.exp_avg.gone.weight", "optimizer.exp_avg.model.norm.weight"])
+def test_optimizer_state_of_other_parameters_is_refused(make_policy: MakePolicy, name: str) -> None:
+    policy = make_policy()
+    with pytest.raises(SetupError, match=rf"optimizer trained other parameters: {name} is .*3.* there"):
+        policy.restore(policy.state() | {name: torch.zeros(3)})
+
+
 def test_state_of_another_model_is_refused(make_policy: MakePolicy) -> None:
     policy = make_policy()
     state = policy.state() | {"model.model.norm.weight": torch.zeros(3)}
@@ -318,8 +340,7 @@ def test_folder_without_a_model_is_refused_by_name(tmp_path: Path, files: dict[s
 
 
 def test_top_p_keeps_the_nucleus_and_what_was_sampled(make_policy: MakePolicy, make_random_sample: MakeSample) -> None:
-    policy, sample = make_policy(temperature=0.7), make_random_sample(1)
-    policy.top_p = 0.9
+    policy, sample = make_policy(temperature=0.7, top_p=0.9), make_random_sample(1)
     ids, expected = sample.ids_L.tolist(), []
     for position in np.flatnonzero(sample.mask_L):
         with torch.no_grad():

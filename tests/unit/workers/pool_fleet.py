@@ -8,7 +8,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from uuid import uuid4
 
-from common.config import RolloutConfig, RunConfig, TrainConfig
+from common.config import EvalConfig, RolloutConfig, RunConfig, TrainConfig
 from common.db.engines import EngineRow
 from common.db.episodes import Claim
 from common.episode import EngineState, Sampled, Stage
@@ -73,7 +73,7 @@ def row(number: int, url: str, *, version: int | None = 3, state: EngineState = 
     return EngineRow(id=number, url=url, run_id=5, state=state, version=version)
 
 
-def make_claim(*, episode: int = 1, group: int = 1, max_tokens: int = 3) -> Claim:
+def make_claim(*, episode: int = 1, group: int = 1, max_tokens: int = 3, eval_version: int | None = None) -> Claim:
     return Claim(
         stage=Stage.RUN,
         episode_id=episode,
@@ -87,6 +87,7 @@ def make_claim(*, episode: int = 1, group: int = 1, max_tokens: int = 3) -> Clai
             model=Path("model"),
             rollout=RolloutConfig(max_tokens_per_turn=max_tokens),
             train=TrainConfig(max_staleness=1),
+            eval=EvalConfig(),
         ),
         handler="calculator",
         payload={},
@@ -94,6 +95,7 @@ def make_claim(*, episode: int = 1, group: int = 1, max_tokens: int = 3) -> Clai
         num_turns=0,
         outcome=None,
         transcript=[],
+        eval_version=eval_version,
     )
 
 

@@ -322,3 +322,28 @@ async def test_who_may_be_taken_by_any_engine() -> None:
         taken = line.next_anywhere(urls, when)
         assert taken is not None
         assert taken.turn == "settled"
+
+
+async def test_an_episode_that_evaluates_a_version_plays_only_where_it_is_served_however_old() -> None:
+    async with running_fleet(2) as fleet:
+        fleet.rows[0] = row(0, fleet.urls[0], version=9)
+        fleet.rows[1] = row(1, fleet.urls[1], version=3)
+        training, evaluating = make_claim(episode=1), make_claim(episode=2, eval_version=3)
+        for claim, url in ((training, fleet.urls[0]), (evaluating, fleet.urls[1])):
+            for number in range(3):
+                request_id = f"{claim.episode_id}-{number}"
+                generated = await fleet.pool.generate(claim, [1], request_id=request_id, stop_ids=(29,))
+                assert generated.engine == url
+        assert_idle(fleet)
+
+
+async def test_an_episode_that_evaluates_waits_for_an_engine_with_its_version() -> None:
+    async with running_fleet(1) as fleet:
+        claim = make_claim(eval_version=4)
+        task = asyncio.create_task(fleet.pool.generate(claim, [1], request_id="r", stop_ids=(29,)))
+        await until(lambda: fleet.pool.num_waiting == 1)
+        assert (await fleet.turn(episode=7))[1] == fleet.urls[0]
+        assert not task.done()
+        fleet.rows[0] = row(0, fleet.urls[0], version=4)
+        assert (await task).engine == fleet.urls[0]
+        assert_idle(fleet)

@@ -1,0 +1,145 @@
+"""Log-probs and entropies of the sampled tokens, with the logits of a bounded number of positions at a time.
+
+Legend: B rows of a batch, L positions of a row, N sampled tokens of a batch, C those of a chunk, H hidden size,
+V vocabulary.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.utils.checkpoint import checkpoint
+from transformers import PreTrainedModel
+
+from common.config import TrainConfig
+from common.errors import SetupError
+from trainer.modelling import autocast, packed_arguments
+from trainer.samples import Batch
+
+
+class TokenScorer(torch.nn.Module):
+    """The model with its last step, from hidden states to log-probs, in pieces that fit `train.max_logits`.
+
+    A module of its own, so that sharding it gathers the head's weights for that step too.
+    """
+
+    def __init__(self, model: PreTrainedModel, *, train: TrainConfig, temperature: float, top_p: float) -> None:
+        """`model` may carry an adapter, also on its head; tied or not makes no difference."""
+        super().__init__()
+        self.model = model
+        self._train = train
+        self._temperature = temperature
+        self._top_p = top_p
+        self._device = next(model.parameters()).device
+        self._head_is_last = _head_is_last(model)
+
+    def forward(self, batch: Batch, *, with_entropies: bool) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """[N] log-probs in nats of the sampled tokens at the run's temperature and top-p; [N] entropies before each.
+
+        On the model's device. More than max_logits are never there at once: then they are computed in chunks, and again
+        for the backward pass, so that not even their gradients exist together.
+        """
+        batch = batch.to(self._device)
+        before_sampled_BL = batch.mask_BL.roll(-1, dims=1)
+        ids_N = batch.ids_BL[batch.mask_BL]
+        with autocast(self._train, device=self._device):
+            if self._positions(batch) * _vocabulary(self.model) <= self._train.max_logits:
+                logprobs_N, entropies_N = self._score(self._logits(batch, before_sampled_BL), ids_N, with_entropies)
+            else:
+                logprobs_N, entropies_N = self._in_chunks(batch, before_sampled_BL, ids_N, with_entropies)
+        return logprobs_N, entropies_N if with_entropies else None
+
+    def _positions(self, batch: Batch) -> int:
+        return int(batch.lengths_B.sum()) if self._train.packing else batch.ids_BL.numel()
+
+    def _logits(self, batch: Batch, at_BL: torch.Tensor) -> torch.Tensor:
+        """[N, V] at some positions, from all logits."""
+        if self._train.packing:
+            packed = packed_arguments(batch, train=self._train)
+            logits_PV: torch.Tensor = self.model(**packed, use_cache=False).logits[0]
+            return logits_PV[at_BL[batch.real_BL]]
+        # No attention mask: padding stands right, attention looks left.
+        logits_BLV: torch.Tensor = self.model(input_ids=batch.ids_BL, use_cache=False).logits
+        return logits_BLV[at_BL]
+
+    def _in_chunks(
+        self, batch: Batch, at_BL: torch.Tensor, ids_N: torch.Tensor, with_entropies: bool
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        if not self._head_is_last:
+            raise SetupError(
+                f"train.max_logits = {self._train.max_logits} is less than a batch needs, but the logits of "
+                f"{type(self.model).__name__} are not simply its head over its hidden states: raise max_logits to "
+                f"{self._positions(batch) * _vocabulary(self.model)}, or lower train.max_positions"
+            )
+        base = _base(self.model)
+        decoder, head = base.get_decoder(), base.get_output_embeddings()
+        if self._train.packing:
+            packed = packed_arguments(batch, train=self._train)
+            hidden_NH = decoder(**packed, use_cache=False).last_hidden_state[0][at_BL[batch.real_BL]]
+        else:
+            hidden_NH = decoder(input_ids=batch.ids_BL, use_cache=False).last_hidden_state[at_BL]
+
+        def score(hidden_CH: torch.Tensor, ids_C: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            return self._score(head(hidden_CH), ids_C, with_entropies)
+
+        size = max(self._train.max_logits // _vocabulary(self.model), 1)
+        parts = [
+            checkpoint(score, hidden_CH, ids_C, use_reentrant=False, preserve_rng_state=False)
+            for hidden_CH, ids_C in zip(torch.split(hidden_NH, size), torch.split(ids_N, size), strict=True)
+        ]
+        logprobs, entropies = zip(*parts, strict=True)
+        return torch.cat(logprobs), torch.cat(entropies)
+
+    def _score(
+        self, logits_CV: torch.Tensor, ids_C: torch.Tensor, with_entropies: bool
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """[C] log-probs, and [C] entropies, which are empty where nobody asks for them."""
+        log_softmax_CV = self._log_softmax(logits_CV, ids_C)
+        # A copy: the hooks of a sharded module would be lost on a view.
+        logprobs_C = log_softmax_CV.gather(1, ids_C[:, None])[:, 0].clone()
+        if not with_entropies:
+            return logprobs_C, logprobs_C.new_zeros(0)
+        # Outside the nucleus 0 times -inf would be NaN. Not entr(exp(x)): its gradient is infinite there.
+        finite_CV = log_softmax_CV.masked_fill(log_softmax_CV == -torch.inf, 0.0)
+        return logprobs_C, -(log_softmax_CV.exp() * finite_CV).sum(dim=-1)
+
+    def _log_softmax(self, logits_CV: torch.Tensor, ids_C: torch.Tensor) -> torch.Tensor:
+        """[C, V] log-probs of the sampling distribution."""
+        logits_CV = logits_CV.float() / self._temperature
+        if self._top_p < 1:
+            outside_CV = outside_nucleus(logits_CV.detach(), self._top_p)
+            # Under newer weights a token may have left the nucleus that it was sampled from: it is kept, or its
+            # ratio would be 0 and its log-prob infinite.
+            outside_CV.scatter_(1, ids_C[:, None], value=False)
+            logits_CV = logits_CV.masked_fill(outside_CV, -torch.inf)
+        return logits_CV.log_softmax(dim=-1)
+
+
+def outside_nucleus(logits_CV: torch.Tensor, top_p: float) -> torch.Tensor:
+    """[C, V] True outside the smallest set of likeliest tokens with at least `top_p` of the probability.
+
+    Nucleus sampling (Holtzman et al. 2020, The Curious Case of Neural Text Degeneration, section 3.1).
+    """
+    probs_CV, order_CV = logits_CV.softmax(dim=-1).sort(dim=-1, descending=True)
+    outside_CV = probs_CV.cumsum(dim=-1) - probs_CV >= top_p
+    return torch.empty_like(outside_CV).scatter_(1, order_CV, outside_CV)
+
+
+def _base(model: Any) -> Any:
+    """The model itself where an adapter wraps it; the adapter's layers are in it."""
+    return model.get_base_model() if hasattr(model, "get_base_model") else model
+
+
+def _vocabulary(model: PreTrainedModel) -> int:
+    return int(model.config.get_text_config().vocab_size)
+
+
+@torch.no_grad()
+def _head_is_last(model: PreTrainedModel) -> bool:
+    """Whether logits are the head over the hidden states and nothing else: some models scale or cap them."""
+    base = _base(model)
+    ids_BL = torch.zeros((1, 2), dtype=torch.int64, device=base.device)
+    hidden_BLH = base.get_decoder()(input_ids=ids_BL, use_cache=False).last_hidden_state
+    logits_BLV = base(input_ids=ids_BL, use_cache=False).logits
+    return torch.allclose(base.get_output_embeddings()(hidden_BLH), logits_BLV, atol=1e-5, equal_nan=True)
