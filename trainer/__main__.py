@@ -1,5 +1,7 @@
-"""Entry point of the trainer: `python -m trainer --config run.toml`, or that as torchrun's module for several ranks;
-`python -m trainer sft` for a warm start."""
+"""Entry point of the trainer: `python -m trainer --config run.toml`, or that as torchrun's module for several ranks.
+
+`python -m trainer sft` is a warm start.
+"""
 
 from __future__ import annotations
 
