@@ -7,8 +7,6 @@ from dataclasses import dataclass
 from common.config import RunConfig
 from common.model_folder import ModelShape
 
-MAX_POSITIONS = 4096
-"""Padded positions of one forward pass; bounds the memory of its logits."""
 FLOAT32_BYTES = 4
 LORA_MODULES = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 """Layers that get an adapter where the run names none: of attention and MLP in the families that renderers know."""
@@ -18,7 +16,7 @@ LOGIT_COPIES = 4
 
 @dataclass(frozen=True, kw_only=True)
 class MemoryEstimate:
-    """Bytes of the trainer's tensors at the peak of a step, all in float32. Python and torch take half a GB more."""
+    """Bytes of the trainer's tensors at the peak of a step, on one rank. Python and torch take half a GB more."""
 
     parameters: int
     """Those of an adapter included."""
@@ -53,16 +51,21 @@ def estimate_memory(config: RunConfig, shape: ModelShape) -> MemoryEstimate | No
         trained = FLOAT32_BYTES * shape.num_adapter_parameters(train.lora_rank, modules)
         weights += trained
     longest = config.rollout.max_row_tokens or shape.context or 0
-    positions = max(MAX_POSITIONS, min(longest, shape.context or longest))
+    positions = max(train.max_positions, min(longest, shape.context or longest))
     # Measured on Qwen3: inputs of the norms and projections, q, k and v before and after rotation; four of the MLP.
-    floats_per_layer = 14 * shape.hidden_size + 4 * shape.intermediate_size
+    of_layer = 14 * shape.hidden_size + 4 * shape.intermediate_size
+    # With checkpointing each layer's input stays, and one layer is computed again at a time.
+    kept = (
+        shape.num_layers * shape.hidden_size + of_layer if train.gradient_checkpointing else shape.num_layers * of_layer
+    )
+    activation_bytes = FLOAT32_BYTES // 2 if train.dtype == "bfloat16" else FLOAT32_BYTES
     return MemoryEstimate(
         parameters=weights,
         gradients=trained,
         optimizer=2 * trained,
         # Under an adapter lie the start weights.
         reference=0 if train.kl == "none" or train.lora_rank is not None else weights,
-        activations=FLOAT32_BYTES * positions * shape.num_layers * floats_per_layer,
-        logits=FLOAT32_BYTES * positions * shape.vocab_size * LOGIT_COPIES,
+        activations=activation_bytes * positions * kept,
+        logits=FLOAT32_BYTES * LOGIT_COPIES * min(positions * shape.vocab_size, train.max_logits),
         positions=positions,
     )

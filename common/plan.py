@@ -93,6 +93,14 @@ def _amounts(config: RunConfig) -> Iterator[tuple[str, str]]:
 
 def _objective(config: RunConfig) -> Iterator[tuple[str, str]]:
     train = config.train
+    if config.eval is not None:
+        held_out = config.eval
+        tasks = held_out.dataset or "tasks that the handler makes"
+        yield (
+            "evaluation",
+            f"every {held_out.every_versions} versions and the last: {held_out.num_tasks} held-out tasks x "
+            f"{held_out.samples_per_task}, {tasks}",
+        )
     yield "advantage", train.advantage + (f", k = {train.pass_k}" if train.pass_k else "")
     dual = "" if train.loss == "cispo" or train.dual_clip >= 1e9 else f", dual clip {train.dual_clip:g}"
     divisor = f" by {train.divisor_tokens:,}" if train.divisor_tokens else ""
@@ -142,7 +150,7 @@ def _places(config: RunConfig, settings: Settings, *, engines: str, unset: str) 
     where = masked(settings.weights_url) if settings.weights_url else str(data_dir / "weights")
     kept = f", every {config.train.keep_version_every}th stays" if config.train.keep_version_every else ""
     yield "weights", f"{where}/{config.name}/, a version a step; old ones are deleted when nobody needs them{kept}"
-    yield "checkpoints", f"{data_dir / 'checkpoints' / config.name}, the newest 2"
+    yield "checkpoints", f"{data_dir / 'checkpoints' / config.name}, the newest {config.train.keep_checkpoints}"
     for name, url in (("database", settings.database_url), ("broker", settings.broker_url)):
         yield name, masked(url) if url else unset
     port = settings.metrics_port
@@ -154,7 +162,7 @@ def _memory(estimate: MemoryEstimate | None) -> Iterator[tuple[str, str]]:
     if estimate is None:
         yield "memory", "not known: the model folder has no safetensors files"
         return
-    yield "memory", f"about {_size(estimate.total)} of tensors in the trainer, in float32:"
+    yield "memory", f"about {_size(estimate.total)} of tensors in the trainer, on one rank:"
     yield "", f"parameters {_size(estimate.parameters)}, gradients {_size(estimate.gradients)},"
     yield "", f"AdamW {_size(estimate.optimizer)}, copy of the start weights {_size(estimate.reference)},"
     yield (

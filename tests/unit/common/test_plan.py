@@ -9,7 +9,7 @@ import pytest
 
 from common.config import TINY_MODELS, RunConfig
 from common.errors import SetupError
-from common.memory import MAX_POSITIONS, estimate_memory
+from common.memory import estimate_memory
 from common.model_folder import read_model_shape
 from common.plan import plan
 from common.settings import Settings
@@ -77,7 +77,7 @@ def test_memory_counts_what_the_objective_needs() -> None:
     assert plain is not None
     weights = 4 * NUM_PARAMETERS
     assert (plain.parameters, plain.gradients, plain.optimizer, plain.reference) == (weights, weights, 2 * weights, 0)
-    assert plain.logits == 4 * MAX_POSITIONS * 576 * 4
+    assert plain.logits == 4 * 4096 * 576 * 4
     with_kl = estimate_memory(run_config(train={"kl": "loss", "kl_coefficient": 0.1}), shape)
     assert with_kl is not None
     assert with_kl.total - plain.total == weights

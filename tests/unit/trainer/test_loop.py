@@ -89,11 +89,11 @@ def test_metrics_of_what_was_taken() -> None:
     json.dumps(metrics, allow_nan=False)
 
 
-def test_every_row_is_accounted_for_with_its_digest() -> None:
+def test_every_row_with_tokens_is_accounted_for_with_its_digest() -> None:
     samples, advantages, _ = prepared()
     trained = account(samples, advantages)
-    assert [(entry.episode_id, entry.num_tokens) for entry in trained] == [(1, 3), (2, 1), (4, 1), (5, 0)]
-    assert [entry.digest for entry in trained] == [samples_digest([sample]) for sample in samples]
+    assert [(entry.episode_id, entry.num_tokens) for entry in trained] == [(1, 3), (2, 1), (4, 1)]
+    assert [entry.digest for entry in trained] == [samples_digest([sample]) for sample in samples if sample.num_tokens]
     assert trained[0].advantage == advantages.by_episode[1]
 
 
@@ -111,4 +111,4 @@ def test_episodes_that_were_cut_off_can_be_left_out_of_the_loss() -> None:
     samples, advantages, metrics = prepared(truncated="mask")
     assert advantages.left_out == {5}
     assert metrics["left_out_episodes"] == 1
-    assert [entry.episode_id for entry in account(samples, advantages)] == [1, 2, 4, 5]
+    assert [entry.episode_id for entry in account(samples, advantages)] == [1, 2, 4]

@@ -7,13 +7,14 @@ from pathlib import Path
 import torch
 
 from common.config import RunConfig
-from common.memory import MAX_POSITIONS, estimate_memory
+from common.memory import estimate_memory
 from common.model_folder import read_model_shape
+from tests.unit.trainer.conftest import MakeSample
 from trainer.policy import Policy
-from trainer.samples import Batch
+from trainer.samples import pad
 
 
-def test_estimate_is_close_to_what_torch_holds(start_folder: Path) -> None:
+def test_estimate_is_close_to_what_torch_holds(start_folder: Path, make_random_sample: MakeSample) -> None:
     config = RunConfig(name="mine", model=start_folder)
     policy = Policy.load(config)
     estimate = estimate_memory(config, read_model_shape(start_folder))
@@ -29,16 +30,11 @@ def test_estimate_is_close_to_what_torch_holds(start_folder: Path) -> None:
             saved[storage.data_ptr()] = storage.nbytes()
         return tensor
 
-    shape_BL = (4, 128)
-    batch = Batch(
-        ids_BL=torch.zeros(shape_BL, dtype=torch.int64),
-        mask_BL=torch.ones(shape_BL, dtype=torch.bool).index_fill(1, torch.tensor([0]), False),
-        behaviour_logprobs_BL=torch.zeros(shape_BL),
-    )
+    batch = pad([make_random_sample(index, length=128) for index in range(4)])
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         logprobs_BL = policy.logprobs(batch)
     # Of the logits, autograd keeps one copy; the others are alive for a moment.
-    kept = (estimate.activations + estimate.logits / 4) * batch.ids_BL.numel() / MAX_POSITIONS
+    kept = (estimate.activations + estimate.logits / 4) * batch.ids_BL.numel() / estimate.positions
     assert 2 / 3 < kept / sum(saved.values()) < 4 / 3
 
     logprobs_BL.sum().backward()
