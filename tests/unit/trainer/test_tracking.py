@@ -24,10 +24,13 @@ class Kept:
     """Keeps what it gets, once it may."""
 
     may: threading.Event = field(default_factory=threading.Event)
+    begun: threading.Event = field(default_factory=threading.Event)
+    """Set when it got the first."""
     versions: list[int] = field(default_factory=list)
     closed: bool = False
 
     def log(self, version: int, metrics: Mapping[str, float]) -> None:
+        self.begun.set()
         assert self.may.wait(30)
         assert metrics == METRICS
         self.versions.append(version)
@@ -66,8 +69,10 @@ def test_a_slow_sink_loses_what_its_queue_has_no_room_for_and_delays_nothing(
     other.may.set()
     threads = [SinkThread("slow", lambda first: sink, max_waiting=3), SinkThread("other", lambda first: other)]
     tracker = Tracker(threads)
+    tracker.log(1, METRICS)
+    assert sink.begun.wait(30)
     started = time.monotonic()
-    for version in range(1, 101):
+    for version in range(2, 101):
         tracker.log(version, METRICS)
     assert time.monotonic() - started < 5
     sink.may.set()
