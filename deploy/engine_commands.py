@@ -14,6 +14,9 @@ from deploy.engine import MODEL_NAME
 from deploy.options import DataDir, settings_for
 from deploy.vllm import DEFAULT_PYTHON
 
+PIPE_WIDTH = 1000
+"""So that nothing is cut where no terminal has a width."""
+
 engine_app = typer.Typer(no_args_is_help=True, help="Start vLLM servers, and give servers to runs.")
 
 Url = Annotated[str, typer.Argument(help="http://HOST:PORT")]
@@ -104,8 +107,11 @@ def list_engines(data_dir: DataDir = None) -> None:
     from deploy.access import open_database
     from deploy.tables import engines_table
 
+    console = Console()
+    if not console.is_terminal:
+        console = Console(width=PIPE_WIDTH)
     with open_database(settings) as database, database.begin() as conn:
-        Console().print(engines_table(engines.status(conn)))
+        console.print(engines_table(engines.status(conn)))
 
 
 @engine_app.command(epilog="[bold]rollmill engine drain http://127.0.0.1:8000[/]")

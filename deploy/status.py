@@ -44,5 +44,6 @@ def status_table(database: Database) -> RenderableType:
 def _troubles(now: Snapshot) -> list[str]:
     if now.state in (RunState.FINISHED, RunState.STOPPED):
         return []
-    fed = [] if now.error is None else [f"cannot be fed: {now.error}"]
-    return fed if now.step_trouble is None else [*fed, str(now.step_trouble)]
+    fed = None if now.error is None else f"cannot be fed: {now.error}"
+    step = None if now.step_trouble is None else str(now.step_trouble)
+    return [trouble for trouble in (fed, step, now.engine_trouble) if trouble is not None]

@@ -184,7 +184,9 @@ class Movement:
         """Take in the latest reading, new or not."""
         if reading.snapshot is None or reading.snapshot is self._seen:
             return
-        if reading.snapshot != self._seen or reading.snapshot.state is RunState.PAUSED:
+        # What an engine complains of may be worded anew at each try.
+        before = self._seen and replace(self._seen, engine_trouble=reading.snapshot.engine_trouble)
+        if reading.snapshot != before or reading.snapshot.state is RunState.PAUSED:
             self.moved_s = reading.at_s
         self.history.add(reading.at_s, reading.snapshot)
         self._seen = reading.snapshot
@@ -200,6 +202,8 @@ def problem_of(reading: Reading, *, now_s: float) -> str | None:
         problems.append(f"the database takes its time: figures are {age_s:.0f} s old")
     if reading.snapshot is not None and reading.snapshot.step_trouble is not None:
         problems.append(short_failure(str(reading.snapshot.step_trouble)))
+    if reading.snapshot is not None and reading.snapshot.engine_trouble is not None:
+        problems.append(short_failure(reading.snapshot.engine_trouble))
     if reading.broker_away is not None:
         problems.append(f"broker away: {reading.broker_away}")
     return "; ".join(problems) or None

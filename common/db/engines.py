@@ -44,7 +44,7 @@ class EngineStatus:
     num_refusals: int
     """Loads refused since it was registered first: the version is damaged or does not fit."""
     num_failures: int
-    """Loads and probes that failed otherwise."""
+    """Times that it failed otherwise, each until it answers again; before its first answer none is counted."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -227,7 +227,8 @@ def failed(
             f"""
             UPDATE engine e SET failures = failures + 1, error = :error, loading = NULL,
                    num_refusals = num_refusals + CAST(:refused AS int),
-                   num_failures = num_failures + 1 - CAST(:refused AS int),
+                   num_failures = num_failures + CASE WHEN failures = 0 AND healthy_at IS NOT NULL
+                                                      THEN 1 - CAST(:refused AS int) ELSE 0 END,
                    retry_at = now() + least(power(2, least(failures, 5)) * 0.25, 2) * interval '1 second',
                    state = CASE WHEN failures + 1 >= :quarantine_after AND state = 'SERVING'
                                 THEN 'QUARANTINED' ELSE state END
@@ -264,6 +265,19 @@ def live_version(conn: Connection, run_id: int) -> int | None:
         text("SELECT min(version) FROM engine WHERE run_id = :run_id AND state = 'SERVING'"), {"run_id": run_id}
     ).scalar_one()
     return oldest
+
+
+def trouble(conn: Connection, run_id: int) -> str | None:
+    """Why no engine serves the run, in words; None = one does, or the first are still starting."""
+    rows = conn.execute(
+        text("SELECT url, state, version, error FROM engine WHERE run_id = :run_id ORDER BY id"), {"run_id": run_id}
+    ).all()
+    if any(row.state == EngineState.SERVING and row.version is not None for row in rows):
+        return None
+    whys = [f"{row.url} {row.state.lower()}" + (f": {row.error}" if row.error else "") for row in rows]
+    if rows and not any(row.error or row.state != EngineState.SERVING for row in rows):
+        return None
+    return "no engine serves this run: " + ("; ".join(whys) or "it has none")
 
 
 def _row(row: Row[Any]) -> EngineRow:

@@ -48,6 +48,8 @@ class Snapshot:
     """Why the run cannot be fed; None = it can."""
     step_trouble: StepTrouble | None
     """How the open training step failed; None = it did not, or none is open."""
+    engine_trouble: str | None
+    """Why no engine serves the run; None = one does, or the first are still starting."""
     stages: Mapping[Stage, StageCounts]
     episodes: Mapping[EpisodeState, int]
     """Every state has an entry."""
@@ -99,6 +101,7 @@ def take_snapshot(conn: Connection, run_id: int) -> Snapshot:
         state=_state(conn, run_id),
         error=runs.error_of(conn, run_id),
         step_trouble=step_troubles.find(conn, run_id),
+        engine_trouble=engines.trouble(conn, run_id),
         stages=_stages(episodes, working),
         episodes=episodes,
         groups=_groups(conn, run_id),

@@ -289,6 +289,25 @@ async def test_loads_refusals_and_failures_are_counted(scene: Scene, engine: Scr
         assert counts() == (4, 1, 1)
 
 
+async def test_a_run_without_an_engine_says_why_and_an_incident_is_counted_once(
+    scene: Scene, engine: ScriptedEngine
+) -> None:
+    def trouble() -> str | None:
+        with scene.database.begin() as conn:
+            return engines.trouble(conn, scene.run.id)
+
+    assert trouble() is None  # It is still starting.
+    scene.publish(0)
+    async with scene.keeping():
+        await scene.until_serving(engine, 0)
+        engine.fail_next("/health", *[Fault.ERROR] * 3)
+        await until(lambda: scene.stored(engine).state == "QUARANTINED")
+        assert (trouble() or "").startswith(f"no engine serves this run: {engine.url} quarantined: ")
+        await scene.until_serving(engine, 0)
+        assert trouble() is None
+        assert scene.stored(engine).num_failures == 1
+
+
 async def test_a_missing_manifest_is_named(scene: Scene, engine: ScriptedEngine) -> None:
     (scene.publish(0) / MANIFEST).unlink()
     async with scene.keeping():

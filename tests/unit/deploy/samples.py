@@ -25,6 +25,7 @@ def make_snapshot(**changes: Any) -> Snapshot:
         state=RunState.ACTIVE,
         error=None,
         step_trouble=None,
+        engine_trouble=None,
         stages={
             Stage.INIT: StageCounts(waiting=11, working=12, done=1300),
             Stage.RUN: StageCounts(waiting=21, working=22, done=1257),
