@@ -90,6 +90,9 @@ def live_database(settings: Settings) -> Iterator[Database]:
     """The database that others work on now. Raises SetupError where none is up: changes would concern nobody."""
     url = settings.database_url or _url_of_running_stack(settings.data_dir)
     if url is None:
+        if (settings.data_dir / "run" / "lock").exists():
+            with _idle_folder(settings.data_dir):
+                pass  # Nobody holds it, so nothing is starting.
         raise SetupError(
             f"no stack runs on data folder {settings.data_dir}: start one with `rollmill up`, "
             "name its folder with --data-dir, or set ROLLMILL_DATABASE_URL"

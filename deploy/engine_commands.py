@@ -41,7 +41,7 @@ def serve(
     drain_seconds: Annotated[float, typer.Option(min=0, help="For running requests at the end.")] = 60.0,
     data_dir: DataDir = None,
 ) -> None:
-    """Start vLLM for a run, keep it alive, and drain it on Ctrl-C or SIGTERM."""
+    """Start vLLM for a run, keep it alive, and drain it on Ctrl-C, SIGTERM or `rollmill engine remove`."""
     settings = settings_for(data_dir)
     from common.db import runs
     from deploy.access import live_database
@@ -73,17 +73,27 @@ def serve(
 
 
 @engine_app.command(epilog="[bold]rollmill engine add http://10.0.0.5:8000 --run my-run --model-name qwen[/]")
-def add(url: Url, run: RunName, model_name: ModelName = MODEL_NAME, data_dir: DataDir = None) -> None:
+def add(
+    url: Url,
+    run: RunName,
+    model_name: ModelName = MODEL_NAME,
+    force: Annotated[bool, typer.Option("--force", help="Take it even from another run.")] = False,
+    data_dir: DataDir = None,
+) -> None:
     """Give a run a server that somebody else started, once it has proved that it can serve it."""
     settings = settings_for(data_dir)
     from common.db import engines, runs
     from deploy.access import live_database
+    from deploy.engine_claims import check_unclaimed
     from deploy.engine_probe import REMARKS, check_engine, normal_url
 
     address = normal_url(url)
     with live_database(settings) as database:
         with database.begin() as conn:
             found = runs.require(conn, run)
+            holder = engines.holder(conn, address)
+        if not force:
+            check_unclaimed(address, run=run, holder=holder)
         kind = check_engine(
             address,
             model=found.config.model,
@@ -137,7 +147,7 @@ def drain(
 
 @engine_app.command(epilog="[bold]rollmill engine remove http://127.0.0.1:8000[/]")
 def remove(url: Url, data_dir: DataDir = None) -> None:
-    """Forget an engine; the server itself goes on. Drain it first to lose no request's time."""
+    """Forget an engine. What `engine serve` started drains and ends; other servers go on, so drain them first."""
     settings = settings_for(data_dir)
     from common.db import engines
     from deploy.access import live_database

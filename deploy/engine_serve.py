@@ -17,10 +17,12 @@ from common.errors import DatabaseUnavailable, SetupError
 from deploy.engine_probe import check_engine, num_requests, read_vocab_size
 from deploy.folder import DataFolder
 from deploy.ports import HOST, require_free
-from deploy.supervisor import CrashPolicy, StopRequested, Supervisor
+from deploy.supervisor import CrashPolicy, State, StopRequested, Supervisor
 from deploy.vllm import VllmPlan, vllm_spec
 
 POLL_S = 0.1
+LOOK_EVERY_S = 2.0
+"""How often the database is asked whether the engine is still wanted."""
 NOTICED_S = 1.0
 """After it, every worker has read that the engine takes no new work."""
 CRASHES = CrashPolicy(max_in_row=5, soon_s=120.0, backoff_s=1.0)
@@ -70,7 +72,10 @@ def _same_weights(model: Path, other: Path) -> bool:
 
 
 def serve_engine(service: Service, database: Database, *, console: Console) -> None:
-    """Serve until somebody asks us to stop, then drain. Raises SetupError when vLLM does not come up or stay up."""
+    """Serve until somebody asks us to stop or removes the engine, then drain.
+
+    Raises SetupError when vLLM does not come up or stay up.
+    """
     require_free(service.plan.port, what="the engine")
     with (
         DataFolder(service.data_dir / "engines" / str(service.plan.port)) as folder,
@@ -93,13 +98,31 @@ def serve_engine(service: Service, database: Database, *, console: Console) -> N
             with database.begin() as conn:
                 engines.register(conn, service.url, run_id=service.run.id)
             _say(console, f"engine {service.url} serves run {service.run.name}; Ctrl-C drains it")
-            while True:
-                supervisor.poll()
-                time.sleep(POLL_S)
+            _keep_until_removed(service, database, supervisor, console=console)
+            _say(console, f"engine {service.url} was removed from its run, so it ends")
+            _drain(service, console=console, to_end_now="Ctrl-C twice")
         except StopRequested:
-            _drain(service, database, console=console)
+            if _quietly(lambda: _mark_draining(database, service.url)):
+                _drain(service, console=console, to_end_now="Ctrl-C again")
         finally:
             _quietly(lambda: _forget(database, service.url))
+    _say(console, f"engine {service.url} has ended")
+
+
+def _keep_until_removed(service: Service, database: Database, supervisor: Supervisor, *, console: Console) -> None:
+    """Keep vLLM alive while the database knows the engine, or is away. Raises as Supervisor.poll."""
+    num_restarts, look_at = 0, time.monotonic() + LOOK_EVERY_S
+    while True:
+        supervisor.poll()
+        (engine,) = supervisor.statuses()
+        if engine.state is State.UP and engine.restarts > num_restarts:
+            num_restarts = engine.restarts
+            _say(console, f"engine {service.url} is up again: vLLM {engine.last_exit}")
+        if time.monotonic() >= look_at:
+            if _quietly(lambda: _is_removed(database, service.url)):
+                return
+            look_at = time.monotonic() + LOOK_EVERY_S
+        time.sleep(POLL_S)
 
 
 def _progress(service: Service, log_file: Path, waited_s: float) -> str:
@@ -108,13 +131,12 @@ def _progress(service: Service, log_file: Path, waited_s: float) -> str:
     return f"vLLM loads {service.plan.model.name}, {waited_s:.0f} s: {last}"
 
 
-def _drain(service: Service, database: Database, *, console: Console) -> None:
-    """No new work, then wait for what runs, `drain_s` at most. A second Ctrl-C ends vLLM, and with it the wait."""
-    if not _quietly(lambda: _mark_draining(database, service.url)):
-        return
-    _say(console, f"draining engine {service.url}: waiting {service.drain_s:g} s at most; Ctrl-C again ends it now")
+def _drain(service: Service, *, console: Console, to_end_now: str) -> None:
+    """Wait for what runs, `drain_s` at most; nothing new comes. A second signal ends vLLM, and with it the wait."""
+    _say(console, f"draining engine {service.url}: waiting {service.drain_s:g} s at most; {to_end_now} ends it now")
     left = wait_until_idle(service.url, timeout_s=service.drain_s)
-    _say(console, f"engine {service.url} ends" + (f" with {left} requests unfinished" if left else ""))
+    if left:
+        _say(console, f"engine {service.url} ends with {left} requests unfinished")
 
 
 def wait_until_idle(url: str, *, timeout_s: float) -> int:
@@ -132,6 +154,11 @@ def wait_until_idle(url: str, *, timeout_s: float) -> int:
 def _mark_draining(database: Database, url: str) -> bool:
     with database.begin() as conn:
         return engines.drain(conn, url)
+
+
+def _is_removed(database: Database, url: str) -> bool:
+    with database.begin() as conn:
+        return not engines.known(conn, url)
 
 
 def _forget(database: Database, url: str) -> bool:

@@ -106,6 +106,21 @@ def remove(conn: Connection, url: str) -> bool:
     return bool(conn.execute(text("DELETE FROM engine WHERE url = :url"), {"url": url}).rowcount)
 
 
+def known(conn: Connection, url: str) -> bool:
+    """Whether there is an engine at this URL, whatever its run and state."""
+    return bool(conn.execute(text("SELECT count(*) FROM engine WHERE url = :url"), {"url": url}).scalar_one())
+
+
+def holder(conn: Connection, url: str) -> str | None:
+    """Name of the run that the engine is given to; None = no run that is not over."""
+    found = text(
+        "SELECT r.name FROM engine e JOIN run r ON r.id = e.run_id"
+        " WHERE e.url = :url AND r.state IN ('ACTIVE', 'PAUSED')"
+    )
+    name: str | None = conn.execute(found, {"url": url}).scalar_one_or_none()
+    return name
+
+
 def forget_others(conn: Connection, urls: list[str]) -> None:
     """Remove engines at other addresses: the one-machine stack knows all of its own."""
     conn.execute(text("DELETE FROM engine WHERE url <> ALL(CAST(:urls AS text[]))"), {"urls": urls})

@@ -78,6 +78,18 @@ def test_report_is_of_the_newest_run_unless_one_is_named(data_dir: Path, tmp_pat
     assert unknown.stderr == "rollmill: no run nobody in the database; there are: old-run\n"
 
 
+def test_who_needs_a_live_stack_hears_that_it_is_still_starting(data_dir: Path) -> None:
+    """As those do who could start its database for themselves."""
+    adding = ("engine", "add", "http://127.0.0.1:1", "--run", "old-run")
+    down = f"rollmill: no stack runs on data folder {data_dir}: start one with `rollmill up`, "
+    assert rollmill(*adding, data_dir=data_dir).stderr.startswith(down)
+    starting = f"rollmill: process {os.getpid()} on data folder {data_dir} is still starting, or just ending: "
+    with DataFolder(data_dir):
+        for command in (adding, ("engine", "list")):
+            done = rollmill(*command, data_dir=data_dir)
+            assert (done.returncode, done.stderr) == (2, f"{starting}try again in a moment\n")
+
+
 def test_nothing_is_left_running(data_dir: Path) -> None:
     assert rollmill("status", data_dir=data_dir).returncode == 0
     with DataFolder(data_dir):  # raises when somebody still holds it

@@ -18,9 +18,11 @@ import pytest
 from common.config import TINY_MODELS, RunConfig, TrainConfig
 from common.db import engines, runs
 from common.db.session import Database
-from common.episode import EngineState
+from common.episode import EngineState, RunState
 from common.errors import SetupError
+from common.weights import LOADING, version_name
 from deploy.engine import EngineKind, engine_spec
+from deploy.engine_ask import ask
 from deploy.engine_serve import check_model_fits
 from deploy.ports import free_port
 from deploy.process import Process
@@ -145,6 +147,61 @@ def test_a_small_engine_is_given_to_a_run_of_adapters(
         runs.open_run(conn, RunConfig(name="run-b", model=MODEL, train=TrainConfig(lora_rank=8)))
     code, said = rollmill("add", engine, "--run", "run-b")
     assert (code, states(database)) == (0, {engine: EngineState.SERVING}), said
+
+
+@pytest.fixture
+def named(engine: str) -> Iterator[Callable[[str], None]]:
+    """Give the engine's weights a name; the end of the test gives them the old one."""
+
+    def name(version: str) -> None:
+        assert ask(engine, "/update_weight_version", {"new_version": version})[0] == 200
+
+    _, before = ask(engine, "/weight_info")
+    yield name
+    name(before["weight_version"])
+
+
+def test_an_engine_of_another_run_is_taken_by_force_alone(
+    database: Database, rollmill: Callable[..., Answer], engine: str, named: Callable[[str], None]
+) -> None:
+    open_run(database, MODEL)
+    advice = f"remove it there first (`rollmill engine remove {engine}`), or take it with --force"
+    named(version_name("elsewhere", 7))
+    refused = (
+        f"rollmill: engine {engine} serves elsewhere/000007, of another run than run-a: {advice}, which is right once "
+        "that run uses it no more\n"
+    )
+    assert rollmill("add", engine, "--run", "run-a") == (2, refused)
+    named(LOADING)
+    refused = f"rollmill: engine {engine} is loading weights for some run: {advice}\n"
+    assert rollmill("add", engine, "--run", "run-a") == (2, refused)
+    assert states(database) == {}
+    named(version_name("run-a", 7))
+    assert rollmill("add", engine, "--run", "run-a")[0] == 0
+    named(version_name("elsewhere", 7))
+    code, said = rollmill("add", engine, "--run", "run-a", "--force")
+    assert (code, said.partition(":")[0]) == (0, f"engine {engine.partition(':')[0]}")
+
+
+def test_an_engine_goes_from_run_to_run_of_one_database_once_the_first_is_over(
+    database: Database, rollmill: Callable[..., Answer], engine: str
+) -> None:
+    first = open_run(database, MODEL)
+    with database.begin() as conn:
+        second = runs.open_run(conn, RunConfig(name="run-b", model=MODEL))
+        engines.register(conn, engine, run_id=first.id)
+        runs.move(conn, first.id, RunState.PAUSED)
+    refused = (
+        f"rollmill: engine {engine} serves run run-a of this database, which is not over: remove it there first "
+        f"(`rollmill engine remove {engine}`), or take it with --force\n"
+    )
+    assert rollmill("add", engine, "--run", "run-b") == (2, refused)
+    with database.begin() as conn:
+        assert engines.holder(conn, engine) == "run-a"
+        runs.move(conn, first.id, RunState.STOPPED)
+    assert rollmill("add", engine, "--run", "run-b")[0] == 0
+    with database.begin() as conn:
+        assert engines.holder(conn, engine) == second.name
 
 
 @pytest.fixture
