@@ -1,4 +1,4 @@
-"""`rollmill engine serve` with real vLLM: it registers, comes back after a kill, and drains at its end."""
+"""`rollmill engine serve` with real vLLM: it registers, comes back after a kill, drains, ends when removed."""
 
 from __future__ import annotations
 
@@ -125,7 +125,9 @@ async def test_serves_restarts_and_drains(
     await asyncio.wait([keeping])
     assert process.returncode == 0, (tmp_path / "serve.log").read_text()
     assert stored() is None
-    assert f"draining engine {url}" in (tmp_path / "serve.log").read_text()
+    said = (tmp_path / "serve.log").read_text()
+    for words in (f"engine {url} is up again: vLLM was killed", f"draining engine {url}", f"engine {url} has ended"):
+        assert words in said
 
 
 async def test_a_command_that_is_killed_leaves_no_server_behind(
@@ -142,6 +144,24 @@ async def test_a_command_that_is_killed_leaves_no_server_behind(
     (server,) = children(process.pid)
     process.kill()
     await until(lambda: not any(stat.pgrp == server for stat in all_stats()), within_s=30)
+
+
+async def test_a_server_that_is_removed_ends_and_leaves_nothing_behind(
+    service: tuple[str, subprocess.Popen[bytes]], database: Database, tmp_path: Path
+) -> None:
+    url, process = service
+
+    def removed() -> bool:
+        with database.begin() as conn:
+            return engines.remove(conn, url)
+
+    await until(removed, within_s=START_TIMEOUT_S)
+    (server,) = children(process.pid)
+    await until(lambda: process.poll() is not None, within_s=60)
+    said = (tmp_path / "serve.log").read_text()
+    assert process.returncode == 0, said
+    assert f"engine {url} was removed from its run, so it ends" in said
+    assert not any(stat.pgrp == server for stat in all_stats())
 
 
 async def refuses_another_tokenizer(url: str, tiny: Path, other: Path) -> None:
