@@ -67,7 +67,7 @@ services: ## install RabbitMQ, bubblewrap, Docker and Podman from Debian's packa
 	@sh tests/install_services.sh
 
 test: $(VENV)/.dev services check test-sandbox ## everything: check, then the tests on real services and the whole loop
-	@$(BIN)/python -m pytest tests/integration tests/e2e $(ARGS)
+	@$(BIN)/python -m pytest tests/integration tests/e2e -n 2 --dist loadfile $(ARGS)
 
 test-sandbox: $(VENV)/.dev services ## what agents do to a shell, and attacks on the sandbox; each must be stopped
 	@SANDBOX_FIGURES=1 $(BIN)/python -m pytest tests/unit/workers/sandbox -q -rsfE -m "robustness or attack" $(ARGS)

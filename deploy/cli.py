@@ -185,9 +185,10 @@ def status(data_dir: DataDir = None) -> None:
     settings = settings_for(data_dir)
     from deploy.access import open_database
     from deploy.status import status_table
+    from deploy.tables import table_console
 
     with open_database(settings) as database:
-        Console().print(status_table(database))
+        table_console().print(status_table(database))
 
 
 app.add_typer(run_app, name="run")

@@ -38,9 +38,10 @@ def list_runs(data_dir: DataDir = None) -> None:
     settings = settings_for(data_dir)
     from deploy.access import open_database
     from deploy.status import status_table
+    from deploy.tables import table_console
 
     with open_database(settings) as database:
-        Console().print(status_table(database))
+        table_console().print(status_table(database))
 
 
 @run_app.command(epilog="[bold]rollmill run pause my-run[/]")
@@ -97,6 +98,7 @@ def share(
     settings = settings_for(data_dir)
     from deploy.access import open_database
     from deploy.sharing import change_share, check_named, parse_limit, share_line, share_table
+    from deploy.tables import table_console
 
     given: dict[str, object] = {} if weight is None else {"weight": weight}
     if max_episodes is not None:
@@ -110,7 +112,7 @@ def share(
             _say(share_line(run, change_share(database, run, given)))
         else:
             check_named(database, run)
-            Console().print(share_table(database, capacity=settings.max_episodes_in_flight))
+            table_console().print(share_table(database, capacity=settings.max_episodes_in_flight))
             if settings.max_episodes_in_flight is None:
                 _say("no shares: ROLLMILL_MAX_EPISODES_IN_FLIGHT is not set here; set it as it is for the feeder")
 

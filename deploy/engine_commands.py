@@ -14,9 +14,6 @@ from deploy.engine import MODEL_NAME
 from deploy.options import DataDir, settings_for
 from deploy.vllm import DEFAULT_PYTHON
 
-PIPE_WIDTH = 1000
-"""So that nothing is cut where no terminal has a width."""
-
 engine_app = typer.Typer(no_args_is_help=True, help="Start vLLM servers, and give servers to runs.")
 
 Url = Annotated[str, typer.Argument(help="http://HOST:PORT")]
@@ -115,13 +112,10 @@ def list_engines(data_dir: DataDir = None) -> None:
     settings = settings_for(data_dir)
     from common.db import engines
     from deploy.access import open_database
-    from deploy.tables import engines_table
+    from deploy.tables import engines_table, table_console
 
-    console = Console()
-    if not console.is_terminal:
-        console = Console(width=PIPE_WIDTH)
     with open_database(settings) as database, database.begin() as conn:
-        console.print(engines_table(engines.status(conn)))
+        table_console().print(engines_table(engines.status(conn)))
 
 
 @engine_app.command(epilog="[bold]rollmill engine drain http://127.0.0.1:8000[/]")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 
+from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
@@ -13,6 +14,14 @@ from common.db.examples import Answer
 
 MAX_ITEMS = 3
 MAX_CELL = 44
+PIPE_WIDTH = 1000
+"""So that nothing is cut or wrapped where no terminal has a width."""
+
+
+def table_console() -> Console:
+    """Where a table goes."""
+    console = Console()
+    return console if console.is_terminal else Console(width=PIPE_WIDTH)
 
 
 def answer_table(answer: Answer, *, max_rows: int | None) -> Table:

@@ -10,8 +10,10 @@ down_revision = "0012"
 
 REWARD_BY_VERSION = """
 CREATE VIEW reward_by_version AS
-SELECT r.name AS run, e.version_min AS version, count(*) AS episodes, avg(e.reward) AS mean_reward,
-       stddev_pop(e.reward) AS std_reward, avg(e.num_turns) AS mean_turns, avg(e.num_sampled) AS mean_tokens
+SELECT r.name AS run, e.version_min AS version, count(*) AS episodes,
+       avg(greatest(least(e.reward, 1e6), -1e6)) AS mean_reward,
+       stddev_pop(greatest(least(e.reward, 1e6), -1e6)) AS std_reward,
+       avg(e.num_turns) AS mean_turns, avg(e.num_sampled) AS mean_tokens
   FROM episode e JOIN run r ON r.id = e.run_id
  WHERE e.state = 'SCORED' AND e.eval_version IS NULL
  GROUP BY r.name, e.version_min

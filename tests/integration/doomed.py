@@ -33,8 +33,9 @@ class Point:
     """Where a process dies: just before what the line tells of, unless it says that it is after."""
 
     pattern: str
-    """Of the line: `open PATH MODE`, `os.rename FROM TO`, `sql STATEMENT PARAMETERS`, `commit after STATEMENT
-    PARAMETERS`, `after commit of STATEMENT PARAMETERS`, `forward MODULE`, `backward MODULE`, `optimizer step` …"""
+    """Of the line: `open PATH MODE`, `os.rename FROM TO`, `sql STATEMENT PARAMETERS`, `forward MODULE`,
+    `backward MODULE`, `optimizer step` …, and for each statement of a transaction `commit after STATEMENT PARAMETERS`
+    and `after commit of STATEMENT PARAMETERS`."""
     at: int = 1
     """Which of the lines that match; the first is 1."""
 
@@ -45,7 +46,8 @@ class _Watch:
     def __init__(self, point: Point) -> None:
         self._pattern = re.compile(point.pattern)
         self._left = point.at
-        self._statement = ""
+        self._statements: list[str] = []
+        """Of the transaction."""
 
     def see(self, line: str) -> None:
         if self._pattern.search(line):
@@ -56,15 +58,23 @@ class _Watch:
     def listen(self) -> None:
         sys.addaudithook(lambda name, args: self.see(" ".join(map(str, (name, *args)))) if name in AUDITED else None)
         event.listen(Engine, "before_cursor_execute", self._execute)
-        event.listen(Engine, "commit", lambda conn: self.see(f"commit after {self._statement}"))
+        event.listen(Engine, "commit", lambda conn: self._see_all("commit after"))
         # Only when its transaction is over does a connection go back.
-        event.listen(Pool, "checkin", lambda *_: self.see(f"after commit of {self._statement}"))
+        event.listen(Pool, "checkin", self._over)
         register_module_forward_hook(self._forward)
         register_optimizer_step_post_hook(lambda *_: self.see("optimizer step"))
 
     def _execute(self, conn: Any, cursor: Any, statement: str, parameters: Any, *_: Any) -> None:
-        self._statement = f"{' '.join(statement.split())} {parameters}"
-        self.see(f"sql {self._statement}")
+        self._statements.append(f"{' '.join(statement.split())} {parameters}")
+        self.see(f"sql {self._statements[-1]}")
+
+    def _see_all(self, what: str) -> None:
+        for statement in self._statements:
+            self.see(f"{what} {statement}")
+
+    def _over(self, *_: Any) -> None:
+        self._see_all("after commit of")
+        self._statements.clear()
 
     def _forward(self, module: torch.nn.Module, _: Any, output: Any) -> None:
         name = type(module).__name__

@@ -67,7 +67,7 @@ def test_psql_takes_its_own_arguments_and_gives_its_exit_code(data_dir: Path) ->
 
 def test_status_lists_the_runs(data_dir: Path) -> None:
     done = rollmill("status", data_dir=data_dir)
-    assert " ".join(done.stdout.splitlines()[1].split()) == "old-run active - of 3 - 0 of 0 0 0 -"
+    assert " ".join(done.stdout.splitlines()[1].split()) == "old-run active - of 3 - - 0 of 0 0 0 -"
 
 
 def test_report_is_of_the_newest_run_unless_one_is_named(data_dir: Path, tmp_path: Path) -> None:

@@ -66,6 +66,7 @@ def test_a_run_is_paused_resumed_and_stopped(world: World, rollmill: Callable[..
         "of",
         "4",
         "-",
+        "-",
         "4",
         "of",
         "4",

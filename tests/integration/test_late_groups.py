@@ -72,7 +72,7 @@ def test_the_rest_of_a_group_that_is_too_old_is_cancelled(world: World, tmp_path
             cancelled = late.cancel_doomed(conn)
         # Version 1 may still be trained by the step from version 2.
         assert (cancelled is not None) == (number == 3)
-    Reaper(world.database, Settings(), open_backend(tmp_path), lambda wakeups: None).round()
+    Reaper(world.database, Settings(), open_backend(Settings(data_dir=tmp_path)), lambda wakeups: None).round()
     with world.database.begin() as conn:
         taken = steps.take_groups(conn, world.run.id, version_in=3, num_groups=1, max_staleness=1)
     assert (taken.step, dict(taken.dropped)) == (None, {DropReason.STALE: 1})
@@ -85,7 +85,7 @@ def test_the_reaper_leaves_groups_that_may_still_be_trained(world: World, tmp_pa
     world.sample(world.prepare(other), version=0)
     for number in range(3):
         publish(world, number)
-    Reaper(world.database, Settings(), open_backend(tmp_path), lambda wakeups: None).round()
+    Reaper(world.database, Settings(), open_backend(Settings(data_dir=tmp_path)), lambda wakeups: None).round()
     with world.database.begin() as conn:
         states = take_snapshot(conn, world.run.id).episodes
     assert [states[state] for state in (EpisodeState.SCORED, EpisodeState.CANCELLED, EpisodeState.NEW)] == [2, 1, 1]

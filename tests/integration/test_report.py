@@ -125,7 +125,9 @@ class PlayedRun:
             max_staleness=self.config.train.max_staleness,
         )
         assert take.step is not None
-        trained = [e.episode_id for group in steps.load_groups(self.conn, take.step.id) for e in group.episodes]
+        trained = [
+            e.episode_id for group in steps.load_groups(self.conn, take.step.id) for e in group.episodes if e.turns
+        ]
         steps.finish_step(
             self.conn,
             take.step,
