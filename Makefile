@@ -42,7 +42,7 @@ $(VENV)/.trl: $(VENV)/.dev
 $(ENGINE_VENV)/.engine: requirements-engine.lock
 	@test -n "$(PYTHON)" || { echo "rollmill needs Python 3.11 or newer with venv: install python3 and python3-venv" >&2; exit 1; }
 	@echo "installing vLLM's CPU build into $(ENGINE_VENV) (once, 2.5 GB) ..."
-	@test -x $(ENGINE_VENV)/bin/python || $(PYTHON) -m venv $(ENGINE_VENV)
+	@test -x $(ENGINE_VENV)/bin/python || $(PYTHON) -m venv "$$(readlink -f $(ENGINE_VENV))"
 	@$(ENGINE_VENV)/bin/python -m pip --disable-pip-version-check install -q --no-deps -r requirements-engine.lock
 	@touch $@
 
@@ -67,7 +67,7 @@ services: ## install RabbitMQ, bubblewrap, Docker and Podman from Debian's packa
 	@sh tests/install_services.sh
 
 test: $(VENV)/.dev services check test-sandbox ## everything: check, then the tests on real services and the whole loop
-	@$(BIN)/python -m pytest tests/integration tests/e2e -n 2 --dist loadfile $(ARGS)
+	@$(BIN)/python -m pytest tests/e2e tests/integration -n 2 --dist loadfile $(ARGS)
 
 test-sandbox: $(VENV)/.dev services ## what agents do to a shell, and attacks on the sandbox; each must be stopped
 	@SANDBOX_FIGURES=1 $(BIN)/python -m pytest tests/unit/workers/sandbox -q -rsfE -m "robustness or attack" $(ARGS)
