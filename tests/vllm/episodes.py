@@ -233,22 +233,25 @@ def num_id_differences(row: Sample, exchanges: list[Exchange]) -> int:
     )
 
 
-def logprob_gaps(policy: Policy, rows: list[Sample]) -> tuple[float, int]:
+def logprob_gaps(config: RunConfig, rows: list[Sample]) -> tuple[float, int]:
     """(largest distance between the engine's log-probs and the trainer's own, tokens at the nucleus's edge).
 
     Where the likeliest tokens add up to top-p but for rounding, one more token may be in one side's nucleus than in the
     other's; such positions are measured in whichever of the two nuclei fits.
     """
-    largest, num_edges, top_p = 0.0, 0, policy.top_p
+
+    def policy_of(top_p: float) -> Policy:
+        return Policy.load(config.model_copy(update={"rollout": config.rollout.model_copy(update={"top_p": top_p})}))
+
+    largest, num_edges, top_p = 0.0, 0, config.rollout.top_p
+    policy, near = policy_of(top_p), [policy_of(top_p + by) for by in (-EDGE, EDGE) if top_p < 1]
     with torch.no_grad():
         for part in microbatches(rows, max_positions=8192):
             batch = pad(part)
             gaps = (policy.logprobs(batch) - batch.behaviour_logprobs_BL).abs()
             is_far = gaps >= MAX_DLOGPROB
-            for near in (top_p - EDGE, top_p + EDGE) if top_p < 1 and is_far.any() else ():
-                policy.top_p = near
-                gaps = gaps.minimum((policy.logprobs(batch) - batch.behaviour_logprobs_BL).abs())
-            policy.top_p = top_p
+            for other in near if is_far.any() else ():
+                gaps = gaps.minimum((other.logprobs(batch) - batch.behaviour_logprobs_BL).abs())
             num_edges += int((is_far & (gaps < MAX_DLOGPROB)).sum())
             largest = max(largest, gaps[batch.mask_BL].max().item())
     return largest, num_edges
@@ -265,7 +268,7 @@ def compare(episodes: list[Played], http: TappedHttp, config: RunConfig, *, vers
         for row, played in zip(rows, episodes, strict=True)
     )
     assert all((row.versions_L[row.mask_L] == version).all() for row in rows)
-    largest, num_edges = logprob_gaps(Policy.load(config), rows)
+    largest, num_edges = logprob_gaps(config, rows)
     return Comparison(
         num_long=sum(played.is_long for played in episodes),
         num_tokens=sum(row.num_tokens for row in rows),
