@@ -105,8 +105,9 @@ async def served(trainee: Trainee, database_url: str, tiny: Path, tmp_path: Path
             for one in found:
                 await until(lambda one=one: is_registered(trainee.database, one.address), within_s=START_TIMEOUT_S)
                 with trainee.database.begin() as conn:
-                    renamed = {"url": one.gate.url, "address": one.address}
-                    conn.execute(text("UPDATE engine SET url = :url WHERE url = :address"), renamed)
+                    # All go through the gate. The command's own row stays: without it, it would end.
+                    conn.execute(text("UPDATE engine SET run_id = NULL WHERE url = :url"), {"url": one.address})
+                    engines.register(conn, one.gate.url, run_id=trainee.run.id)
             yield found
 
 
