@@ -137,6 +137,7 @@ async def fails_its_health_check(client: EngineClient, url: str) -> None:
                 return
 
 
+@pytest.mark.long
 @pytest.mark.timeout(900)  # three starts of vLLM, one after the other
 async def test_killed_engines_lose_no_episode(
     trainee: Trainee, served: list[Served], client: EngineClient, tmp_path: Path, figures: dict[str, object]

@@ -34,6 +34,7 @@ def servers(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
         yield servers
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.name)
 async def test_each_family_trains_what_the_engine_was_sent_and_sampled(
     family: Family, servers: Relay, figures: dict[str, object], report: list[str]
