@@ -191,6 +191,7 @@ async def cache_counts(client: EngineClient, url: str) -> dict[str, float]:
 
 
 @pytest.mark.timeout(540)
+@pytest.mark.long
 async def test_load_goes_where_there_is_room_and_prompts_where_their_cache_is(
     engines: Engines, client: EngineClient, tiny: Path, figures: dict[str, object]
 ) -> None:
