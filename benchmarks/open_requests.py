@@ -37,10 +37,10 @@ OPEN = (500, 1000, 2500, 5000)
 QUEUED = (2000, 16_000)
 PLACES = 500
 PROMPT_TOKENS = 500
-MAX_GROWTH = 2.0
+MAX_GROWTH = 1.5
 """A request's CPU time at the largest number, by that at the smallest, with ten times (queued: eight) as many.
 
-1 is linear, 10 quadratic; processor caches and the garbage collector's rounds over more objects are between.
+1 is linear, 10 quadratic. Client and pool exceed it so far: what grows is not known yet.
 """
 MAX_KIB = 150.0
 """Memory of an open request, its prompt included."""

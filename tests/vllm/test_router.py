@@ -205,8 +205,7 @@ async def test_load_goes_where_there_is_room_and_prompts_where_their_cache_is(
     figures["router_hit_rate"] = f"{together:.3f}"
     figures["router_hit_rate_of_one"] = f"{alone:.3f}"
     assert sum(requests.values()) == NUM_GROUPS * GROUP_SIZE * NUM_TURNS
-    # On a busy machine the others are slow, too.
-    assert 0 < requests[slow] <= 0.75 * min(requests[engines.first], requests[engines.second])
+    assert 0 < 2 * requests[slow] < min(requests[engines.first], requests[engines.second])
     assert episodes.share_with_siblings >= 0.7
     assert episodes.share_at_home >= 0.9
     assert alone > 0.5
