@@ -153,7 +153,7 @@ def owning(database: Database, engine_id: int, *, owner: str, lease_s: float = L
         yield held.is_held
     finally:
         done.set()
-        thread.join()
+        thread.join(lease_s)
         held.give_back()
 
 
