@@ -24,6 +24,7 @@ from common.weight_cache import WeightCache
 from common.weights import Published, VersionStore, WeightStore, version_name
 from tests.unit.workers.waiting import until
 from workers.engine_client import EngineClient
+from workers.engine_list import CACHE_S
 from workers.engine_pool import EnginePool
 from workers.scripted_engine import Fault, ScriptedEngine
 from workers.weight_keeper import WeightKeeper
@@ -143,6 +144,7 @@ async def test_a_request_keeps_its_adapter_and_the_next_turn_takes_the_newest(sc
         assert not running.done()
         scene.engine.token_s = 0
         assert versions_of(await running) == [0]
+        await asyncio.sleep(CACHE_S)  # The pool's list of engines may be as old as that.
         assert versions_of(await scene.turn()) == [4]
         scene.publish(5)
         await scene.until_held(3, 4, 5)
