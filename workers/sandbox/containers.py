@@ -21,9 +21,10 @@ from workers.sandbox.container_options import DISKS, STATE, host_options, memory
 from workers.sandbox.container_records import ContainerRecords
 from workers.sandbox.container_server import ContainerServer
 from workers.sandbox.folder import SandboxFolders
-from workers.sandbox.launching import server_config, server_source
+from workers.sandbox.launching import server_config
 from workers.sandbox.protocol import OPEN, Limits, SandboxSession, SandboxSpec
 from workers.sandbox.seccomp_profile import profile
+from workers.sandbox.server_text import server_text
 from workers.sandbox.session import Session
 from workers.sandbox.start_gate import StartGate
 
@@ -188,7 +189,7 @@ class Containers:
             "folders": [*DISKS, STATE],
             "walls": None if self._runtime == GVISOR else walls,
             "files": files,
-            "server": server_source().decode(),
+            "server": server_text().decode(),
             "config": server_config(
                 self._limits, state_folder=STATE, disks=DISKS, kernel_processes=0, counts_files=is_podman
             ),
