@@ -21,9 +21,11 @@ import sys
 import time
 
 from workers.sandbox.inside.command import Command
+from workers.sandbox.inside.file_tools import FileTools
 from workers.sandbox.inside.frames import Gone, Stuck, read_request, write_reply
 from workers.sandbox.inside.own_files import clear_folder, forgiving, write_file
 from workers.sandbox.inside.processes import ProcStat, all_processes
+from workers.sandbox.inside.python_tool import PythonTool
 
 TYPE_CHECKING = False
 """Spelt out, since the import of `typing` would take a third of the time of a start."""
@@ -66,6 +68,7 @@ class Server:
         self._cwd = self._home_path
         self._exports: bytes | None = None
         """None = as the server's own environment."""
+        self.python = PythonTool(self)
         self.wakeup_fd, wake_fd = os.pipe()
         for fd in (self.wakeup_fd, wake_fd):
             os.set_blocking(fd, False)
@@ -82,7 +85,7 @@ class Server:
         """Until the worker goes. Raises Gone, Stuck."""
         while True:
             request = read_request(self.in_fd)
-            if "command" not in request:
+            if "stop" in request:
                 continue  # a stop that came after the command's end
             header, output = self._run(request)
             header["id"] = request["id"]
@@ -90,19 +93,24 @@ class Server:
 
     def _run(self, request: dict[str, Any]) -> tuple[dict[str, Any], bytes]:
         clear_folder(self._folder)
-        # Half of a surrogate pair is no text in any encoding.
-        command = request["command"].encode(errors="replace").replace(b"\0", b"?")
+        if "python" in request:
+            try:
+                return self.python.run(request)
+            except OSError as error:
+                return _not_started(error)
         read_fd, write_fd = os.pipe()
         try:
             try:
-                arguments = self._prepare(command)
+                # Half of a surrogate pair is no text in any encoding.
+                command = request.get("command", "").encode(errors="replace").replace(b"\0", b"?")
+                arguments = self.prepare(command) if "command" in request else []
                 shell = os.fork()
             except OSError as error:
-                said = ("cannot start the command: %s\n" % error.strerror).encode()
-                limit = "disk" if error.errno == errno.ENOSPC else None
-                return {"exit_code": NO_SHELL, "limit": limit, "num_bytes": len(said)}, said
+                return _not_started(error)
             if shell == 0:
-                self._become_shell(arguments, write_fd)
+                if "file" in request:
+                    self._become_file_tool(request["file"], write_fd)
+                self.become_shell(arguments, write_fd)
             os.close(write_fd)
             write_fd = -1
             reply = Command(self, shell, read_fd, request).run()
@@ -114,7 +122,7 @@ class Server:
             self._take_state()
         return reply
 
-    def _prepare(self, command: bytes) -> list[bytes]:
+    def prepare(self, command: bytes) -> list[bytes]:
         """The shell's arguments; writes the file that it reads at its start."""
         saved = self._path("end")
         start = b"unset -v BASH_ENV\n" + (self._exports or b"")
@@ -129,18 +137,11 @@ class Server:
         write_file(self._path("command"), command)
         return [SHELL.encode(), b"-c", b'. "$0"', self._path("command").encode()]
 
-    def _become_shell(self, arguments: list[bytes], output_fd: int) -> NoReturn:
+    def become_shell(self, arguments: list[bytes], output_fd: int) -> NoReturn:
+        """In a forked child."""
         try:
-            os.setsid()
-            signal.set_wakeup_fd(-1)
-            for number in (signal.SIGCHLD, signal.SIGPIPE, signal.SIGXFSZ, signal.SIGTERM):
-                signal.signal(number, signal.SIG_DFL)
-            os.dup2(os.open("/dev/null", os.O_RDONLY), 0)
-            os.dup2(output_fd, 1)
-            os.dup2(output_fd, 2)
+            self._leave_server(output_fd)
             self._enter(self._cwd)
-            os.nice(NICENESS)
-            self._limit_resources()
             environment = dict(os.environ) if self._exports is None else {}
             environment["BASH_ENV"] = self._path("start")
             os.execve(SHELL, arguments, environment)
@@ -148,6 +149,30 @@ class Server:
             os.write(2, ("cannot start the command: %s\n" % error).encode())
         finally:
             os._exit(NO_SHELL)
+
+    def _become_file_tool(self, request: dict[str, Any], output_fd: int) -> NoReturn:
+        exit_code = NO_SHELL
+        try:
+            self._leave_server(output_fd)
+            exit_code, said = FileTools(self._home, self._home_path).answer(request)
+            left = memoryview(said.encode(errors="replace"))
+            while left:
+                left = left[os.write(1, left) :]
+        except (OSError, MemoryError) as error:
+            os.write(2, ("cannot do that: %s\n" % error).encode())
+        finally:
+            os._exit(exit_code)
+
+    def _leave_server(self, output_fd: int) -> None:
+        os.setsid()
+        signal.set_wakeup_fd(-1)
+        for number in (signal.SIGCHLD, signal.SIGPIPE, signal.SIGXFSZ, signal.SIGTERM):
+            signal.signal(number, signal.SIG_DFL)
+        os.dup2(os.open("/dev/null", os.O_RDONLY), 0)
+        os.dup2(output_fd, 1)
+        os.dup2(output_fd, 2)
+        os.nice(NICENESS)
+        self._limit_resources()
 
     def _limit_resources(self) -> None:
         for name, limit in (
@@ -233,31 +258,39 @@ class Server:
             grown = bool(more)
         return [process for process in found if process.pid in ours]
 
+    def kept_processes(self) -> list[ProcStat]:
+        """Those that are there before a command starts."""
+        return self.processes() if self.python.pid is not None else []
+
     def end_processes(self, reaped: Any) -> None:
-        """Kill every process but the server. Raises Stuck."""
+        """Kill every process but the server and the interpreter, which stands still from here on. Raises Stuck."""
         deadline = time.monotonic() + KILL_WAIT_S
-        while not self.reap(reaped):
+        self.python.stop()
+        while not self._are_ended(reaped):
             self._kill_all()
-            if self.reap(reaped):
+            if self._are_ended(reaped):
                 return
             if time.monotonic() > deadline:
                 raise Stuck
             select.select([self.wakeup_fd], [], [], 0.01)
             self.drain_wakeups()
 
+    def _are_ended(self, reaped: Any) -> bool:
+        if self.reap(reaped):
+            return True
+        return self.python.pid is not None and all(found.pid == self.python.pid for found in self.processes())
+
     def _kill_all(self) -> None:
-        if self._has_namespace:
+        if self._has_namespace and self.python.pid is not None:
+            # None of those that stand still can fork, or wake another.
+            _forgiving_kill(-1, signal.SIGSTOP)
+        elif self._has_namespace:
             # One call for all of them, during which none can fork: no bomb is faster.
-            try:
-                os.kill(-1, signal.SIGKILL)
-            except ProcessLookupError:
-                pass
+            _forgiving_kill(-1, signal.SIGKILL)
             return
         for process in self.processes():
-            try:
-                os.kill(process.pid, signal.SIGKILL)
-            except OSError:
-                continue
+            if process.pid != self.python.pid:
+                _forgiving_kill(process.pid, signal.SIGKILL)
 
     def reap(self, reaped: Any) -> bool:
         """Take leave of the dead; whether no process is left."""
@@ -268,6 +301,7 @@ class Server:
                 return True
             if pid == 0:
                 return False
+            self.python.note_death(pid)
             reaped(pid, status)
 
     def drain_wakeups(self) -> None:
@@ -277,6 +311,19 @@ class Server:
                 pass
         except BlockingIOError:
             pass
+
+
+def _not_started(error: OSError) -> tuple[dict[str, Any], bytes]:
+    said = ("cannot start the command: %s\n" % error.strerror).encode()
+    limit = "disk" if error.errno == errno.ENOSPC else None
+    return {"exit_code": NO_SHELL, "limit": limit, "num_bytes": len(said)}, said
+
+
+def _forgiving_kill(pid: int, number: int) -> None:
+    try:
+        os.kill(pid, number)
+    except OSError:
+        pass
 
 
 def _go(*_: object) -> None:
@@ -308,6 +355,7 @@ def main(arguments: list[str]) -> int:
         return 1
     finally:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        server.python.give_up()
         server.end_processes(lambda *_: None)
         if own_folder is not None:
             clear_folder(own_folder)

@@ -7,9 +7,9 @@ import inspect
 from functools import cache
 
 from workers.sandbox import command_server
-from workers.sandbox.inside import command, frames, own_files, processes
+from workers.sandbox.inside import command, file_tools, frames, interpreter, own_files, processes, python_tool
 
-MODULES = (frames, own_files, processes, command, command_server)
+MODULES = (frames, own_files, processes, command, file_tools, python_tool, command_server)
 """Each behind those whose names it uses."""
 OURS = "workers.sandbox."
 
@@ -20,7 +20,8 @@ def server_text() -> bytes:
 
     Raises ValueError when two of them give a name to two things.
     """
-    texts, owners = ["from __future__ import annotations\n"], dict[str, str]()
+    program = f"INTERPRETER = {inspect.getsource(interpreter)!r}"
+    texts, owners = ["from __future__ import annotations\n", program], dict[str, str]()
     for module in MODULES:
         text = inspect.getsource(module)
         body = ast.parse(text).body

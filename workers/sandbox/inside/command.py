@@ -30,7 +30,7 @@ class Command:
         self._fd = output_fd
         self._request = request
         self._deadline = time.monotonic() + request["timeout_s"]
-        self._cpu_before_s = reaped_cpu_s()
+        self._cpu_before_s = reaped_cpu_s() + sum(process.cpu_s for process in server.kept_processes())
         self._killed_before = killed_for_memory()
         self._inodes_before = server.num_inodes()
         self._exit_code: int | None = None
@@ -44,6 +44,9 @@ class Command:
         """The reply's header and output. Raises Gone, Stuck."""
         try:
             why = self._watch()
+            if why == "memory":
+                # What it holds could keep every later command from running.
+                self._server.python.give_up()
         finally:
             self._server.end_processes(self._reaped)
         self._drain()
@@ -62,6 +65,7 @@ class Command:
         poller = select.poll()
         for fd in (self._fd, self._server.wakeup_fd, self._server.in_fd):
             poller.register(fd, select.POLLIN)
+        self._begin(poller)
         next_look = time.monotonic() + TICK_S
         while True:
             self._server.reap(self._reaped)
@@ -83,10 +87,18 @@ class Command:
                     return "stopped"
                 if fd == self._server.wakeup_fd:
                     self._server.drain_wakeups()
+                elif fd != self._fd:
+                    self._serve(fd, poller)
                 elif not self._read():
-                    poller.unregister(self._fd)
+                    poller.unregister(fd)
             if self._num_bytes > self._request["written_bytes"]:
                 return "output"
+
+    def _begin(self, poller: select.poll) -> None:
+        """Before the first wait."""
+
+    def _serve(self, fd: int, poller: select.poll) -> None:
+        """Something that `_begin` registered is ready."""
 
     def _reaped(self, pid: int, status: int) -> None:
         if pid == self._shell:
