@@ -9,6 +9,7 @@ import subprocess
 from collections.abc import Sequence
 from contextlib import ExitStack, suppress
 from functools import cache
+from pathlib import Path
 
 from workers.sandbox.protocol import Limits
 from workers.sandbox.server_text import server_text
@@ -63,6 +64,15 @@ def server_config(
     chosen["kernel_processes"] = kernel_processes
     chosen["num_inodes"] = limits.num_inodes if counts_files else 0
     return json.dumps({"limits": chosen, "disks": list(disks), "state_folder": state_folder})
+
+
+def task_files(folder: Path) -> dict[str, str]:
+    """Relative path -> text of what INIT wrote. RUN alone has touched the folder since: it holds no links."""
+    return {
+        str(file.relative_to(folder)): file.read_bytes().decode()
+        for file in sorted(folder.rglob("*"))
+        if file.is_file()
+    }
 
 
 class Remarks:

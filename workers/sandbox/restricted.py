@@ -27,7 +27,7 @@ class Restricted:
     together, and only where they have a user of their own: else yours would count too.
     """
 
-    name: SandboxKind = "restricted"
+    name: SandboxKind = "subprocess"
 
     def __init__(self, limits: Limits | None = None) -> None:
         self.limits = limits or Limits()
