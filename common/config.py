@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import tomllib
 from pathlib import Path
-from typing import Literal, Self
+from typing import Annotated, Literal, Self
 
 from pydantic import (
+    BeforeValidator,
     Field,
     JsonValue,
     ValidationError,
@@ -22,8 +23,13 @@ from common.storable import MAX_COUNT, MAX_SMALL_COUNT
 TINY_MODELS = Path(__file__).parent / "models"
 
 
-SandboxKind = Literal["bubblewrap", "docker", "restricted"]
-"""docs/sandbox.md says what keeps commands in with each. `restricted` has no walls."""
+def by_its_name(kind: object) -> object:
+    """A kind of sandbox as it is called now."""
+    return "subprocess" if kind == "restricted" else kind
+
+
+SandboxKind = Annotated[Literal["bubblewrap", "docker", "apptainer", "subprocess"], BeforeValidator(by_its_name)]
+"""docs/sandbox.md says what keeps commands in with each. `subprocess`, once called `restricted`, has no walls."""
 InFlight = Literal["keep", "wait", "abort"]
 Advantage = Literal["grpo", "dr_grpo", "rloo", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "pass_at_k"]
 
@@ -348,12 +354,16 @@ class SandboxConfig(Section):
     kind: SandboxKind | None = None
     """None = as ROLLMILL_SANDBOX of the fleets' nodes says; "docker" for an image."""
     image: str | None = Field(default=None, min_length=1)
-    """Image of Docker or Podman, with bash and python3, for tasks that name none; None = ROLLMILL_SANDBOX_IMAGE."""
+    """Image with bash and python3, for tasks that name none; None = ROLLMILL_SANDBOX_IMAGE.
+
+    A name that Docker or Podman knows; a file or folder for kind = "apptainer"."""
 
     @model_validator(mode="after")
     def _image_fits(self) -> Self:
-        if self.image is not None and self.kind not in (None, "docker"):
-            raise ValueError(f'image = {self.image!r} has no effect with kind = {self.kind!r}: take "docker"')
+        if self.image is not None and self.kind not in (None, "docker", "apptainer"):
+            raise ValueError(
+                f'image = {self.image!r} has no effect with kind = {self.kind!r}: take "docker" or "apptainer"'
+            )
         return self
 
 

@@ -12,6 +12,7 @@ from common.config import SandboxKind
 from common.errors import EpisodeError, SetupError
 from common.outcomes import Outcome
 from common.settings import Settings
+from workers.sandbox.apptainer_images import ApptainerImages
 from workers.sandbox.bubblewrap import Bubblewrap
 from workers.sandbox.container_engine import ContainerEngine
 from workers.sandbox.containers import Containers
@@ -80,7 +81,7 @@ class NodeBackend:
             "(Debian: apt-get install bubblewrap) before you let an agent that you do not trust run commands",
             trouble,
         )
-        return "restricted"
+        return "subprocess"
 
     def _trouble(self) -> str | None:
         probe = f"0-{os.getpid()}"  # no episode has number 0
@@ -94,8 +95,8 @@ class NodeBackend:
         """See at the start that the kind of the settings can work. Raises SetupError."""
         if self._settings.sandbox == "bubblewrap" and (trouble := self._trouble()) is not None:
             raise SetupError(f"ROLLMILL_SANDBOX=bubblewrap: {trouble}; see rollmill sandbox doctor")
-        if self._settings.sandbox == "restricted":
-            _warn("ROLLMILL_SANDBOX=restricted")
+        if self._settings.sandbox == "subprocess":
+            _warn("ROLLMILL_SANDBOX=subprocess")
 
     def choose(self, spec: SandboxSpec) -> SandboxSpec:
         kind = spec.kind or ("docker" if spec.image is not None and self._settings.sandbox == "auto" else self.default)
@@ -143,7 +144,9 @@ class NodeBackend:
                 runtime=given.sandbox_runtime,
                 num_starts=given.sandbox_starts,
             )
-        if kind == "restricted" and self.default != "restricted":
+        if kind == "apptainer":
+            return ApptainerImages(self._folders, image=self._settings.sandbox_image)
+        if kind == "subprocess" and self.default != "subprocess":
             _warn("a run's sandbox.kind")
         return FolderBackend(self._folders, Bubblewrap() if kind == "bubblewrap" else Restricted())
 

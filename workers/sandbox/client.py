@@ -13,7 +13,7 @@ from collections.abc import Callable
 from typing import Protocol
 
 from common.errors import RollmillError
-from workers.sandbox.protocol import ExecResult, Limit, Limits
+from workers.sandbox.protocol import ExecResult, Interpreter, Limit, Limits
 
 GRACE_S = 10.0
 """What the server may take beyond a command's time: it waits 5 s for processes that do not die."""
@@ -69,11 +69,15 @@ class CommandClient:
 
     async def run(self, command: str, *, timeout_s: float) -> ExecResult:
         """Run a command. Cancelling stops it. Raises ServerLost: this connection is of no more use then."""
+        return await self.ask({"command": command}, timeout_s=timeout_s)
+
+    async def ask(self, what: dict[str, object], *, timeout_s: float) -> ExecResult:
+        """`command`, `python` or `file`. As `run`."""
         self._num_requests += 1
         self._send(
             {
                 "id": self._num_requests,
-                "command": command,
+                **what,
                 "timeout_s": timeout_s,
                 "kept_bytes": self._limits.kept_bytes,
                 "written_bytes": self._limits.written_bytes,
@@ -130,6 +134,7 @@ class CommandClient:
 def _result(header: dict[str, object], output: bytes) -> ExecResult:
     exit_code, num_bytes = header["exit_code"], header["num_bytes"]
     limit = None if header["limit"] is None else Limit(str(header["limit"]))
+    interpreter = header.get("interpreter")
     if not isinstance(num_bytes, int) or not (exit_code is None or isinstance(exit_code, int)):
         raise TypeError(f"{exit_code!r:.50}, {num_bytes!r:.50}")
     return ExecResult(
@@ -138,4 +143,5 @@ def _result(header: dict[str, object], output: bytes) -> ExecResult:
         timed_out=limit is Limit.TIME,
         num_dropped_bytes=max(0, num_bytes - len(output)),
         limit=limit,
+        interpreter=None if interpreter is None else Interpreter(str(interpreter)),
     )

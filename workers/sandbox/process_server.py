@@ -49,7 +49,7 @@ class ProcessServer:
         """
         launched = self._launched = self._walls.launch(folder)
         self._client = CommandClient(launched.stream, self._walls.limits)
-        await self._client.connect(timeout_s=START_TIMEOUT_S)
+        await self._client.connect(timeout_s=START_TIMEOUT_S, first=launched.first)
         owned = launched.owned()
         if owned is None:
             raise ServerLost("the command server has ended")

@@ -14,10 +14,14 @@ from typing import Protocol
 from common.errors import EpisodeError
 from common.outcomes import Outcome
 from workers.sandbox.client import MAX_COMMAND_BYTES, CommandClient, ServerLost
+from workers.sandbox.file_requests import FileRequest
 from workers.sandbox.folder import SandboxFolders
 from workers.sandbox.protocol import ExecResult
 
 logger = logging.getLogger(__name__)
+
+FILE_TIMEOUT_S = 30.0
+"""For a file tool: a file system in memory is never that slow."""
 
 
 class Server(Protocol):
@@ -54,10 +58,20 @@ class Session:
         """Why there is no more server: what commands had changed went with it, so no other may take its place."""
 
     async def exec(self, command: str, *, timeout_s: float) -> ExecResult:
-        num_bytes = len(command.encode(errors="replace"))
+        return await self._ask({"command": command}, command, timeout_s)
+
+    async def python(self, code: str, *, timeout_s: float) -> ExecResult:
+        return await self._ask({"python": code}, code, timeout_s)
+
+    async def file(self, request: FileRequest) -> ExecResult:
+        body = request.body()
+        return await self._ask({"file": body}, "".join(map(str, body.values())), FILE_TIMEOUT_S)
+
+    async def _ask(self, what: dict[str, object], text: str, timeout_s: float) -> ExecResult:
+        num_bytes = len(text.encode(errors="replace"))
         if num_bytes > MAX_COMMAND_BYTES:
-            text = f"the command has {num_bytes} bytes, the limit is {MAX_COMMAND_BYTES}\n"
-            return ExecResult(exit_code=126, output=text, timed_out=False)
+            said = f"the {next(iter(what))} has {num_bytes} bytes, the limit is {MAX_COMMAND_BYTES}\n"
+            return ExecResult(exit_code=126, output=said, timed_out=False)
         async with self._lock:
             folder = self._folders.require(self._handle)
             if self._lost is not None:
@@ -65,7 +79,7 @@ class Session:
             try:
                 if self._server is None:
                     self._server = await self._start(folder)
-                return await self._server.client.run(command, timeout_s=timeout_s)
+                return await self._server.client.ask(what, timeout_s=timeout_s)
             except ServerLost as error:
                 self._lost = await self._end(str(error))
                 self._folders.require(self._handle)
