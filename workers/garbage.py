@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 
 NEW_OBJECTS = 10_000
-"""Containers made and not yet freed, between two rounds through the new ones. Python's own 700 are six requests.
+"""Containers made and not yet freed, between two rounds through the new ones. Python's own 700 are eight requests.
 
 Every hundredth round goes through all containers, if a quarter of them is new: garbage in cycles that outlived two
 rounds may grow to a million containers, 100 to 200 MB, before it is found.
@@ -15,8 +15,8 @@ rounds may grow to a million containers, 100 to 200 MB, before it is found.
 def collect_seldom() -> None:
     """Leave all that exists now out of later rounds, and make rounds rarer.
 
-    An open request is some 120 containers. Among thousands, Python's own thresholds go through all of them again and
-    again while none is garbage: at 5,000 that is half of the CPU time of a request, and stops the loop each time.
+    An open request is some 90 containers, none of which becomes garbage in a cycle. With Python's own settings all of
+    them are gone through again and again: at 5,000 that was half of a request's CPU time, and it stops the loop.
     Call it when a process is wired and has no work yet: what becomes garbage of what it had by then is never freed.
     """
     gc.collect()

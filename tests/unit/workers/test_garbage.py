@@ -32,7 +32,7 @@ print(json.dumps({"often": among, "seldom": seldom, "frozen": frozen, "found": n
 
 
 def test_what_stays_is_not_gone_through_again_and_again_and_new_garbage_is_still_found() -> None:
-    """600,000 containers are what 5,000 open requests hold."""
+    """600,000 containers are somewhat more than 5,000 open requests hold."""
     done = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True, timeout=60, check=True)
     seen = json.loads(done.stdout)
     assert seen["often"] >= 5
