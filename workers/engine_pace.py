@@ -10,6 +10,8 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+TRUST_S = 4.0
+"""Of requests under way, after which their answers count half: those of one moment all met the same weather."""
 DECAY_S = 20.0
 """Time in which answers come to weigh 1/e, and what is known of an engine with nothing to do, too."""
 REQUEST_TOKENS = 16
@@ -18,6 +20,8 @@ FORGOTTEN = 1e-6
 """Answers, so far worn off, that count no more."""
 QUICK_S = 0.2
 """Quicker answers count as this: what is below is a matter of this process, which has thousands under way."""
+OVERDUE = 4
+"""How many times as long as it may take at most a request is without answer when the engine counts as slow for it."""
 ALIKE = 1.5
 """Engines that take less than this times as long as the fastest are as good: noise must not decide for good."""
 
@@ -39,6 +43,8 @@ class Pace:
         self._num = 0.0
         self._seconds = 0.0
         self._tokens = 0.0
+        self._watched_s = 0.0
+        """Time with requests under way, worn off as well."""
         self._worn_at = 0.0
         self._open: dict[str, _Asked] = {}
         """By the request's id, the oldest first."""
@@ -55,7 +61,9 @@ class Pace:
         if asked is None or not num_sampled:
             self._worn_at = now  # A slow engine that hung for minutes is not forgotten for that.
             return
+        watched_s = now - self._worn_at
         self._wear(now)
+        self._watched_s += watched_s
         self._num += 1
         self._seconds += max(now - asked.at, QUICK_S)
         self._tokens += num_sampled + REQUEST_TOKENS
@@ -73,12 +81,12 @@ class Pace:
         """
         if fastest == math.inf:
             return 1.0
-        num = self._num if self._open else self._num * self._kept(now)
+        watched_s = self._watched_s if self._open else self._watched_s * self._kept(now)
         learned = self._seconds / self._tokens if self._num else fastest
-        pace = fastest + (learned - fastest) * num / (num + 1)
-        if self._open:  # However long its answer will be, it has taken as long as this already.
+        pace = fastest + (learned - fastest) * watched_s / (watched_s + TRUST_S)
+        if self._open:
             oldest = next(iter(self._open.values()))
-            pace = max(pace, (now - oldest.at) / (oldest.max_tokens + REQUEST_TOKENS))
+            pace = max(pace, (now - oldest.at) / (oldest.max_tokens + REQUEST_TOKENS) / OVERDUE)
         ratio = pace / fastest
         return ratio if ratio >= ALIKE else 1.0
 
@@ -91,6 +99,7 @@ class Pace:
         self._num *= kept
         self._seconds *= kept
         self._tokens *= kept
+        self._watched_s *= kept
 
 
 def slownesses(paces: Mapping[str, Pace], now: float) -> dict[str, float]:

@@ -19,7 +19,7 @@ from common.errors import EpisodeError
 from common.outcomes import Outcome
 from workers.engine_line import Line, Waiter
 from workers.engine_list import CACHE_S, EngineList
-from workers.engine_pace import Pace, slownesses
+from workers.engine_pace import ALIKE, Pace, slownesses
 from workers.engine_pressure import InFlight
 
 BESIDE = 4
@@ -259,18 +259,22 @@ class EnginePlaces:
         The best is where it would end first, by what the engine has to do and how slow it is.
         """
 
-        def end(url: str) -> float:
+        def end(url: str, slowness: float) -> float:
             """In tokens of the fastest engine."""
-            return slowness[url] * (engines[url].load + BESIDE * turn.size)
+            return slowness * (engines[url].load + BESIDE * turn.size)
 
         # Ties go to the one chosen longest ago: while all are idle, the first would get every episode for life.
-        best = min(engines, key=lambda url: (end(url), engines[url].chosen))
+        best = min(engines, key=lambda url: (end(url, slowness[url]), engines[url].chosen))
+        latest = end(best, slowness[best])
         for home, slack in (
             (self._episodes.urls.get(turn.claim.episode_id), EPISODE_SLACK),
             (self._groups.urls.get(turn.claim.group_id), GROUP_SLACK),
         ):
-            if home is not None and home in engines and end(home) <= end(best) + slack * turn.size / slowness[home]:
-                return home
+            # In doubt it stays: engines that work in bursts look slow by turns, and each move costs a prefill.
+            if home is not None and home in engines:
+                slow = slowness[home]
+                if end(home, max(1.0, slow / ALIKE)) <= latest + slack * turn.size / slow:
+                    return home
         return best
 
     def _sooner_at(self, home: str, new: int, roomy: Mapping[str, EngineUse], slowness: Mapping[str, float]) -> bool:
