@@ -6,6 +6,7 @@ import asyncio
 import heapq
 import itertools
 from collections import Counter
+from collections.abc import Callable
 
 from common.db.engines import EngineRow
 from tests.unit.workers.pool_fleet import make_claim, row
@@ -31,6 +32,8 @@ class Traffic:
         self.num_moves = 0
         """Turns on another engine than the turn before."""
         self.now = 1000.0
+        self.weather: Callable[[str, float], float] = lambda url, now: 1.0
+        """How many times as long an answer takes that is asked for now."""
         self._places = EnginePlaces(
             EngineList(self._read, clock=self._clock), wait_s=WAIT_S, max_in_flight=max_in_flight, clock=self._clock
         )
@@ -86,7 +89,7 @@ class Traffic:
         async def start(episode: int, number: int) -> str:
             turn, url = await self.ask(episode, episode // GROUP_SIZE)
             beside = sum(end[-1] == url for end in ends)
-            life = self.seconds[url] * (1 + BESIDE_SHARE * beside)
+            life = self.seconds[url] * (1 + BESIDE_SHARE * beside) * self.weather(url, self.now)
             heapq.heappush(ends, (self.now + life, int(turn.request_id), number, turn, url))
             return url
 

@@ -41,6 +41,13 @@ async def test_equal_engines_share_alike_and_nothing_moves() -> None:
     assert max(traffic.num.values()) - min(traffic.num.values()) <= 4 * 4
 
 
+async def test_engines_that_are_slow_by_turns_keep_their_episodes() -> None:
+    traffic = Traffic(a=0.5, b=0.5)
+    traffic.weather = lambda url, now: 3.0 if (int(now) // 2) % 2 == (url == "a") else 1.0
+    await traffic.flow(at_once=24, num_episodes=96)
+    assert traffic.num_moves <= 0.05 * traffic.num.total()
+
+
 async def test_a_slow_engine_that_recovers_gets_its_share_again() -> None:
     traffic = Traffic(a=0.5, b=0.5, c=5.0)
     await traffic.flow(at_once=24, num_episodes=96)
