@@ -16,12 +16,12 @@ from sqlalchemy import Connection, Row, text
 from common.config import RunConfig, TrainConfig
 from common.db import engines, runs, versions
 from common.db.engines import EngineRow
-from common.db.episodes import Claim
 from common.db.session import Database
-from common.episode import FinishReason, Sampled, Stage
+from common.episode import FinishReason, Sampled
 from common.object_store import ObjectStore
 from common.weight_cache import WeightCache
 from common.weights import Published, VersionStore, WeightStore, version_name
+from tests.claims import make_claim
 from tests.unit.workers.waiting import until
 from workers.engine_client import EngineClient
 from workers.engine_list import CACHE_S
@@ -87,22 +87,7 @@ class Scene:
 
     async def turn(self, *, episode: int = 1) -> Sampled:
         """One turn, over the pool as RUN takes it."""
-        claim = Claim(
-            stage=Stage.RUN,
-            episode_id=episode,
-            attempt=1,
-            token=uuid4(),
-            worker="w",
-            group_id=1,
-            run_id=self.run.id,
-            config=CONFIG,
-            handler="calculator",
-            payload={},
-            prepared=None,
-            num_turns=0,
-            outcome=None,
-            transcript=[],
-        )
+        claim = make_claim(CONFIG, episode=episode, run_id=self.run.id)
         return (await self.pool.generate(claim, [1], request_id=uuid4().hex, stop_ids=(29,))).sampled
 
 

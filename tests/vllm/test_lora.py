@@ -17,13 +17,13 @@ from transformers import PreTrainedModel
 from common.config import RolloutConfig, RunConfig, TrainConfig
 from common.db import engines, runs, versions
 from common.db.engines import EngineRow, EngineStatus
-from common.db.episodes import Claim
 from common.db.session import Database
-from common.episode import Sampled, Stage
+from common.episode import Sampled
 from common.weight_cache import WeightCache
 from common.weights import WeightStore, version_name
 from deploy.engine_probe import check_engine
 from deploy.vllm import lora_plan
+from tests.claims import make_claim
 from tests.lora import make_adapted, publish_adapter
 from tests.unit.workers.waiting import until
 from tests.vllm.serving import RUN, serving
@@ -81,22 +81,7 @@ class Scene:
             return engines.status(conn)[0]
 
     async def turn(self, prompt: list[int], *, episode: int) -> Sampled:
-        claim = Claim(
-            stage=Stage.RUN,
-            episode_id=episode,
-            attempt=1,
-            token=uuid4(),
-            worker="w",
-            group_id=episode,
-            run_id=self.run.id,
-            config=self.run.config,
-            handler="calculator",
-            payload={},
-            prepared=None,
-            num_turns=0,
-            outcome=None,
-            transcript=[],
-        )
+        claim = make_claim(self.run.config, episode=episode, group=episode, run_id=self.run.id)
         return (await self.pool.generate(claim, prompt, request_id=uuid4().hex, stop_ids=())).sampled
 
 
