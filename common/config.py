@@ -13,6 +13,7 @@ from pydantic import (
     model_validator,
 )
 
+from common.config_distill import DistillConfig
 from common.config_errors import first_problem
 from common.config_section import Section
 from common.config_tracking import TrackingConfig
@@ -195,6 +196,8 @@ class TrainConfig(Section):
     """Schulman's estimators. k1 has no gradient in the mean, so it is for kl = "reward" alone."""
     entropy_coefficient: float = Field(default=0.0, ge=0)
     """Weight of the entropy bonus in nats; 0 = none."""
+    distill: DistillConfig | None = None
+    """On-policy distillation from a teacher; None = there is none."""
     overlong_tokens: int | None = Field(default=None, ge=1)
     """Sampled tokens of an episode from which on its reward is 1 less (DAPO, soft overlong punishment); None = no such
     penalty. Advantages are of the rewards with the penalty, but equal rewards are those that are equal without it."""
@@ -252,6 +255,15 @@ class TrainConfig(Section):
             raise ValueError(
                 f'correction = "none" with max_staleness = {self.max_staleness} trains episodes of older versions as '
                 "if they were new: correct them, or set allow_uncorrected = true"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _distilling_fits(self) -> Self:
+        if self.distill is not None and not self.distill.with_rewards and self.zero_variance == "refill":
+            raise ValueError(
+                'zero_variance = "refill" drops groups of equal rewards, and distill.with_rewards = false learns '
+                'nothing from rewards: take zero_variance = "train"'
             )
         return self
 
@@ -407,6 +419,16 @@ class RunConfig(Section):
             raise ValueError(
                 f"train.overlong_tokens = {limit} with overlong_buffer = {buffer} has no effect: an episode samples at "
                 f"most {most} tokens (rollout.max_turns x max_tokens_per_turn)"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _teacher_fits(self) -> Self:
+        distill, temperature = self.train.distill, self.rollout.temperature
+        if distill is not None and distill.is_server and temperature != 1:
+            raise ValueError(
+                f"train.distill.teacher = {distill.teacher} says the log-probs of temperature 1, and "
+                f"rollout.temperature = {temperature}: take 1, or give the folder of the teacher's model"
             )
         return self
 
