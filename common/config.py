@@ -113,10 +113,10 @@ class TrainConfig(Section):
     trained: the start weights are evaluated."""
     max_staleness: int = Field(default=1, ge=0)
     """Largest allowed (version being trained - oldest version among an episode's tokens). 0 = synchronous."""
-    late_groups: Literal["drop", "wait"] = "drop"
-    """What becomes of groups that take so long that max_staleness would be exceeded: they are dropped when they are
-    complete, so that the policy never learns from its longest episodes; or the step that would make them too old waits
-    for them."""
+    late_groups: Literal["wait", "drop"] = "wait"
+    """What becomes of groups that take so long that max_staleness would be exceeded: the step that would make them too
+    old waits for them; or they are dropped when they are complete, which is faster, but the policy then hardly ever
+    learns from its longest episodes."""
     minibatches: int = Field(default=2, ge=1)
     """Optimizer steps per training step."""
     keep_version_every: int | None = Field(default=None, ge=1)

@@ -30,7 +30,7 @@ from common.outcomes import Outcome
 from common.weights import Published, VersionStore, WeightsDamaged, WeightsError, WeightsUnavailable
 from trainer.advantages import Advantages, step_advantages
 from trainer.check_input import check_groups, check_rows
-from trainer.checkpoint import CheckpointStore
+from trainer.checkpoint import CheckpointStore, Owner
 from trainer.evaluation import wait_for_evaluations
 from trainer.failures import noting_failures, outlast_outage
 from trainer.lora import adapter_writer
@@ -102,6 +102,7 @@ class Trainer:
         with self.database.begin() as conn:
             newest = versions.newest(conn, self.run.id)
         version = 0 if newest is None else newest.number
+        self.checkpoints.check_owner()
         self._sweep()
         if newest is not None and version > 0:
             restore(self.policy, self.checkpoints, newest)
@@ -257,13 +258,16 @@ def make_trainer(
     """
     weights = open_store(weights_url, folder=data_dir / "weights")
     policy = Policy.load(run.config, ranks=ranks)
+    with database.begin() as conn:
+        made_at = runs.made_at(conn, run.id)
+    owner = Owner(made_at=made_at.isoformat(), database=database.engine.url.render_as_string())
     return Trainer(
         run=run,
         database=database,
         policy=policy,
         teacher=make_teacher(run.config, policy),
         weights=weights,
-        checkpoints=CheckpointStore(data_dir / "checkpoints", run.name),
+        checkpoints=CheckpointStore(data_dir / "checkpoints", run.name, owner=owner),
         broker_url=broker_url,
         tracker=tracker or Tracker(()),
     )

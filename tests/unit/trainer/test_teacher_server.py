@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import asyncio
-import threading
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -14,6 +11,7 @@ import pytest
 from common.config import TINY_MODELS
 from common.config_distill import DistillConfig
 from common.errors import RollmillError, SetupError
+from tests.served import served
 from trainer.failures import TeacherUnavailable
 from trainer.samples import Sample
 from trainer.teacher import read_tokenizer, with_teacher_logprobs
@@ -28,25 +26,12 @@ FOLDER = TINY_MODELS / "tiny-calculator"
 @pytest.fixture
 def engine() -> Iterator[ScriptedEngine]:
     """Scores id i at position p with -(i + p) / 1000."""
-    loop = asyncio.new_event_loop()
-    thread = threading.Thread(target=loop.run_forever, daemon=True)
-    thread.start()
-
-    def run(work: Coroutine[Any, Any, None]) -> None:
-        asyncio.run_coroutine_threadsafe(work, loop).result(60)
-
     engine = ScriptedEngine(lambda prompt: [1])
     tokenizer = read_tokenizer(FOLDER)
     engine.score = lambda ids: [-(token_id + position) / 1000 for position, token_id in enumerate(ids)]
     engine.decode = lambda token_id: tokenizer.decode([token_id], skip_special_tokens=False)
-    run(engine.start())
-    try:
+    with served(engine):
         yield engine
-    finally:
-        run(engine.stop())
-        loop.call_soon_threadsafe(loop.stop)
-        thread.join(60)
-        loop.close()
 
 
 def teacher_at(engine: ScriptedEngine, *, timeout_s: float = 60.0, folder: Path = FOLDER) -> ServedTeacher:
