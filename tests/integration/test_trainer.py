@@ -180,6 +180,21 @@ def test_damaged_checkpoint_is_named_and_nothing_is_lost(
     assert newest(world) == published
 
 
+def test_checkpoint_of_another_databases_run_of_this_name_is_refused_and_stays(
+    world: World, new_trainer: Callable[[], Trainer], tmp_path: Path
+) -> None:
+    one_step(world, new_trainer())
+    state = tmp_path / "checkpoints" / "run-a" / "000001" / STATE_FILE
+    before = state.read_bytes()
+    with world.database.begin() as conn:
+        conn.execute(text("UPDATE run SET created_at = created_at + interval '1 second'"))
+    with pytest.raises(
+        SetupError, match=f"^{state.parent} is of run run-a of database postgres.* and this is run run-a"
+    ):
+        new_trainer().resume()
+    assert state.read_bytes() == before
+
+
 @pytest.mark.parametrize("folder", ["weights", "checkpoints"])
 def test_refused_write_is_one_line_and_leaves_the_step_to_be_replayed(
     world: World, new_trainer: Callable[[], Trainer], tmp_path: Path, folder: str
