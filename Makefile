@@ -73,7 +73,8 @@ test-sandbox: $(VENV)/.dev services ## what agents do to a shell, and attacks on
 	@SANDBOX_FIGURES=1 $(BIN)/python -m pytest tests/unit/workers/sandbox -q -rsfE -m "robustness or attack" $(ARGS)
 
 test-trainer: $(VENV)/.trl ## the trainer's unit tests and crash tests, then its losses in other packings and against TRL's
-	@$(BIN)/python -m pytest tests/unit/trainer tests/integration/test_own_trainer.py -q
+	@$(BIN)/python -m pytest tests/unit/trainer tests/integration/test_own_trainer.py \
+		tests/integration/test_distillation.py -q
 	@$(BIN)/python -m pytest tests/integration/test_restore.py tests/integration/test_trainer_crashes.py -q
 	@$(BIN)/python -m benchmarks.trainer_check $(ARGS)
 

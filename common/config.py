@@ -14,6 +14,7 @@ from pydantic import (
     model_validator,
 )
 
+from common.config_distill import DistillConfig
 from common.config_errors import first_problem
 from common.config_section import Section
 from common.config_tracking import TrackingConfig
@@ -118,10 +119,10 @@ class TrainConfig(Section):
     trained: the start weights are evaluated."""
     max_staleness: int = Field(default=1, ge=0)
     """Largest allowed (version being trained - oldest version among an episode's tokens). 0 = synchronous."""
-    late_groups: Literal["drop", "wait"] = "drop"
-    """What becomes of groups that take so long that max_staleness would be exceeded: they are dropped when they are
-    complete, so that the policy never learns from its longest episodes; or the step that would make them too old waits
-    for them."""
+    late_groups: Literal["wait", "drop"] = "wait"
+    """What becomes of groups that take so long that max_staleness would be exceeded: the step that would make them too
+    old waits for them; or they are dropped when they are complete, which is faster, but the policy then hardly ever
+    learns from its longest episodes."""
     minibatches: int = Field(default=2, ge=1)
     """Optimizer steps per training step."""
     keep_version_every: int | None = Field(default=None, ge=1)
@@ -201,6 +202,8 @@ class TrainConfig(Section):
     """Schulman's estimators. k1 has no gradient in the mean, so it is for kl = "reward" alone."""
     entropy_coefficient: float = Field(default=0.0, ge=0)
     """Weight of the entropy bonus in nats; 0 = none."""
+    distill: DistillConfig | None = None
+    """On-policy distillation from a teacher; None = there is none."""
     overlong_tokens: int | None = Field(default=None, ge=1)
     """Sampled tokens of an episode from which on its reward is 1 less (DAPO, soft overlong punishment); None = no such
     penalty. Advantages are of the rewards with the penalty, but equal rewards are those that are equal without it."""
@@ -258,6 +261,15 @@ class TrainConfig(Section):
             raise ValueError(
                 f'correction = "none" with max_staleness = {self.max_staleness} trains episodes of older versions as '
                 "if they were new: correct them, or set allow_uncorrected = true"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _distilling_fits(self) -> Self:
+        if self.distill is not None and not self.distill.with_rewards and self.zero_variance == "refill":
+            raise ValueError(
+                'zero_variance = "refill" drops groups of equal rewards, and distill.with_rewards = false learns '
+                'nothing from rewards: take zero_variance = "train"'
             )
         return self
 
@@ -417,6 +429,16 @@ class RunConfig(Section):
             raise ValueError(
                 f"train.overlong_tokens = {limit} with overlong_buffer = {buffer} has no effect: an episode samples at "
                 f"most {most} tokens (rollout.max_turns x max_tokens_per_turn)"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _teacher_fits(self) -> Self:
+        distill, temperature = self.train.distill, self.rollout.temperature
+        if distill is not None and distill.is_server and temperature != 1:
+            raise ValueError(
+                f"train.distill.teacher = {distill.teacher} says the log-probs of temperature 1, and "
+                f"rollout.temperature = {temperature}: take 1, or give the folder of the teacher's model"
             )
         return self
 
