@@ -18,6 +18,7 @@ ROOT = Path(__file__).parent.parent
 EXTENSION_DIR = ROOT / "workers" / "engine" / "vllm_plugin"
 """For PYTHONPATH: vLLM's processes import our extension, and nothing else of ours."""
 EXTENSION = "rollmill_vllm"
+FENCE = "rollmill_fence"
 DEFAULT_PYTHON = ROOT / ".venv-engine" / "bin" / "python"
 """What `make engine` makes."""
 START_TIMEOUT_S = 600.0
@@ -141,6 +142,8 @@ def _command(plan: VllmPlan) -> list[str]:
         "--logprobs-mode": "processed_logprobs",
         "--worker-extension-cls": f"{EXTENSION}.WorkerExtension",
         "--weight-transfer-config": '{"backend": "rollmill"}',
+        # What a weight keeper that lost the engine still has under way is refused.
+        "--middleware": f"{FENCE}.Fence",
         # The sampling defaults are ours, not those of the model's generation_config.json.
         "--generation-config": "vllm",
     }

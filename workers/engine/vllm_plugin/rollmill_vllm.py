@@ -151,6 +151,7 @@ class Loader:
     def load(self, folder: Path) -> None:
         """Check the folder whole, then serve its weights. Raises Refused; the old weights then serve on."""
         stored = self._checked(folder)
+        logger.info("exchanging weights tensors=%d folder=%s", len(stored), folder)
         try:
             self._exchange(stored)
         except Exception as error:
