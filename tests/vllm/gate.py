@@ -49,8 +49,10 @@ class Stop:
 class Gate:
     """Has a URL of its own, under which the engine is registered."""
 
-    def __init__(self, target: str) -> None:
+    def __init__(self, target: str, *, shut: str | None = None) -> None:
+        """`shut` is a route that it has not; None = it has all of the engine's."""
         self._target = target
+        self._shut = shut
         self.num_aborted = 0
         """Requests that the engine ended as aborted."""
         self.num_refused = 0
@@ -89,6 +91,8 @@ class Gate:
 
     async def _pass(self, request: web.Request) -> web.StreamResponse:
         body = await request.read()
+        if request.path == self._shut:
+            return web.Response(status=404)
         stop = self._stop
         if stop is None or request.path != stop.path or stop.word not in body.decode():
             return await self._forward(request, body)
