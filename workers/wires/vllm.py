@@ -7,7 +7,7 @@ from pathlib import Path
 
 from common.config import InFlight
 from common.episode import Sampled
-from workers.engine_errors import EngineUnavailable, LoadRefused
+from workers.engine_errors import EngineUnavailable, LoadRefused, Superseded
 from workers.engine_http import EngineHttp, detail
 from workers.engine_reply import parse_sampled
 from workers.wires.base import (
@@ -75,13 +75,17 @@ class VllmWire:
         self.route.expect(reply, "status", "resumed", "/resume")
 
     async def load_version(self, path: Path, name: str, *, claim: int | None) -> None:
-        body = {"method": "load_version", "args": [str(path), name]}
+        # In the arguments too: our extension judges it where no fence does.
+        arguments = [str(path), name, *([] if claim is None else [str(claim)])]
+        body = {"method": "load_version", "args": arguments}
         route = _claimed("/collective_rpc", claim)
         reply = await self.route.ask("POST", route, timeout_s=LOAD_TIMEOUT_S, body=body)
         results = self.route.field(reply, "results", list, "/collective_rpc")
         url = self.route.url
         if not results or not all(isinstance(result, dict) and "ok" in result for result in results):
             raise EngineUnavailable(f"engine {url} /collective_rpc load_version answers {results!r:.{_SHOWN_CHARS}}")
+        if late := [result for result in results if result.get("superseded")]:
+            raise Superseded(f"engine {url} loads no {name}: {late[0].get('error')}")
         errors = [str(result.get("error", "no reason given")) for result in results if result["ok"] is not True]
         if errors and len(errors) < len(results):
             raise EngineUnavailable(f"engine {url}: {len(errors)} of {len(results)} ranks refuse {name}: {errors[0]}")
