@@ -285,6 +285,10 @@ class Engine(Base):
     owner: Mapped[str | None]
     """The weight keeper that may load weights into it."""
     owner_until: Mapped[datetime | None]
+    claim: Mapped[int] = mapped_column(BigInteger, server_default="0")
+    """Of the last one who set out to change it; only grows. An engine refuses what comes under an older one."""
+    wire: Mapped[str | None]
+    """Name of the language in which it last answered its keeper; None = it never did."""
     healthy_at: Mapped[datetime | None]
     """When it last answered."""
     failures: Mapped[int] = mapped_column(server_default="0")

@@ -79,7 +79,7 @@ GRANTS: Mapping[Role, Grants] = MappingProxyType(
                 "evaluation_point": ("SELECT",),
                 "engine": (
                     "UPDATE (owner, owner_until, version, loading, healthy_at, failures, retry_at, error, state,"
-                    " num_loads, num_refusals, num_failures)",
+                    " num_loads, num_refusals, num_failures, claim, wire)",
                 ),
             },
         ),

@@ -232,7 +232,11 @@ def test_the_run_fleet_keeps_its_engines(cast: Cast, world: World) -> None:
     with cast[Role.RUN].begin() as conn:
         (engine,) = engines.own(conn, "keeper", lease_s=60)
         engines.failed(conn, engine.id, owner="keeper", error="no answer", quarantine_after=3)
-        engines.loaded(conn, engine.id, owner="keeper", version=0)
+        claim = engines.starts_loading(conn, engine.id, owner="keeper", version=0)
+        engines.loaded(conn, engine.id, owner="keeper", version=0, wire="vllm-generate")
+        assert claim is not None
+        assert (engines.claim(conn, engine.id, owner="keeper") or 0) > claim
+        assert engines.claim(conn, engine.id, owner="another") is None
         assert [serving.version for serving in engines.serving(conn, world.run.id)] == [0]
         engines.serves(conn, engine.id, owner="keeper", version=None)
         assert versions.newest(conn, world.run.id) is None
