@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from alembic import op
 
-revision = "trainer6"
+revision = "0014"
 down_revision = "0013"
 
 TURNS = """
