@@ -6,7 +6,8 @@ it left its group. `workers.sandbox.client` talks to it.
 
     python3 command_server.py IN_FD OUT_FD CONFIG
 
-A request is a length (4 bytes, big endian) and JSON. A reply is two lengths, JSON and the command's output.
+A request is a length (4 bytes, big endian) and JSON: a command, or a program for the server itself (`server_calls`).
+A reply is two lengths, JSON and the command's output.
 """
 
 from __future__ import annotations
@@ -63,7 +64,7 @@ class Stuck(Exception):
 
 def read_exactly(fd: int, num_bytes: int) -> bytes:
     """Raises Gone at the end of the stream."""
-    data = b""
+    data = bytearray()
     while len(data) < num_bytes:
         try:
             chunk = os.read(fd, num_bytes - len(data))
@@ -72,7 +73,7 @@ def read_exactly(fd: int, num_bytes: int) -> bytes:
         if not chunk:
             raise Gone
         data += chunk
-    return data
+    return bytes(data)
 
 
 def read_request(fd: int) -> dict[str, Any]:
@@ -279,6 +280,8 @@ class Server:
         self._folder = config["state_folder"]
         """For the shells' files; cleared before each command."""
         self._has_namespace = os.getpid() == 1
+        self._programs: dict[str, dict[str, Any]] = {}
+        """What the worker sent to be done by the server itself: text -> names."""
         self._home = os.open(".", os.O_RDONLY | os.O_DIRECTORY)
         self._home_path = os.getcwd()
         self._cwd = self._home_path
@@ -300,11 +303,22 @@ class Server:
         """Until the worker goes. Raises Gone, Stuck."""
         while True:
             request = read_request(self.in_fd)
-            if "command" not in request:
+            if "program" in request:
+                header, output = self._call(request)
+            elif "command" in request:
+                header, output = self._run(request)
+            else:
                 continue  # a stop that came after the command's end
-            header, output = self._run(request)
             header["id"] = request["id"]
             write_reply(self.out_fd, header, output)
+
+    def _call(self, request: dict[str, Any]) -> tuple[dict[str, Any], bytes]:
+        text = request["program"]
+        if text not in self._programs:
+            self._programs[text] = dict(globals())
+            exec(compile(text, "<worker>", "exec"), self._programs[text])
+        header, output = self._programs[text][request["call"]](self, request["given"])
+        return header, output
 
     def _run(self, request: dict[str, Any]) -> tuple[dict[str, Any], bytes]:
         _clear(self._folder)
@@ -348,20 +362,26 @@ class Server:
         return [SHELL.encode(), b"-c", b'. "$0"', self._path("command").encode()]
 
     def _become_shell(self, arguments: list[bytes], output_fd: int) -> NoReturn:
+        environment = dict(os.environ) if self._exports is None else {}
+        environment["BASH_ENV"] = self._path("start")
+        input_fd = os.open("/dev/null", os.O_RDONLY)
+        self.become(arguments, environment, cwd=self._cwd, fds=(input_fd, output_fd, output_fd))
+
+    def become(
+        self, arguments: list[Any], environment: dict[str, str], *, cwd: str, fds: tuple[int, int, int]
+    ) -> NoReturn:
+        """Turn this process, a fresh child, into a program of the agent's. `fds`: input, output, errors."""
         try:
             os.setsid()
             signal.set_wakeup_fd(-1)
             for number in (signal.SIGCHLD, signal.SIGPIPE, signal.SIGXFSZ, signal.SIGTERM):
                 signal.signal(number, signal.SIG_DFL)
-            os.dup2(os.open("/dev/null", os.O_RDONLY), 0)
-            os.dup2(output_fd, 1)
-            os.dup2(output_fd, 2)
-            self._enter(self._cwd)
+            for place, fd in enumerate(fds):
+                os.dup2(fd, place)
+            self._enter(cwd)
             os.nice(NICENESS)
             self._limit_resources()
-            environment = dict(os.environ) if self._exports is None else {}
-            environment["BASH_ENV"] = self._path("start")
-            os.execve(SHELL, arguments, environment)
+            os.execvpe(arguments[0], arguments, environment)
         except OSError as error:
             os.write(2, ("cannot start the command: %s\n" % error).encode())
         finally:
@@ -418,6 +438,10 @@ class Server:
         if cwd:
             self._cwd = os.fsdecode(cwd)
         self._exports = exports
+
+    def path_below(self, name: str) -> str:
+        """Where a path relative to the first folder is."""
+        return os.path.join(self._home_path, name)
 
     def _path(self, name: str) -> str:
         return f"{self._folder}/{name}"

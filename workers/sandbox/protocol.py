@@ -99,6 +99,20 @@ class ExecResult:
         return self.num_dropped_bytes > 0
 
 
+@dataclass(frozen=True, kw_only=True)
+class ServerCall:
+    """What the command server itself shall do, by a program of ours that is sent to it."""
+
+    program: str
+    """Text that defines `name`: (server, given) -> (header, bytes)."""
+    name: str
+    given: Mapping[str, object]
+    """JSON."""
+    timeout_s: float
+    most_bytes: int
+    """Of the answer: a server that sends more is lost."""
+
+
 class SandboxSession(Protocol):
     """An episode's sandbox as a handler sees it.
 
@@ -111,6 +125,13 @@ class SandboxSession(Protocol):
         When it ends, or its time is up, every process that it started is gone. Commands of one session run one after
         the other; waiting for the one before is not part of its time. Raises EpisodeError when the sandbox, not the
         command, failed. Cancelling stops the command.
+        """
+        ...
+
+    async def call(self, call: ServerCall) -> tuple[dict[str, object], bytes]:
+        """What the command server's program answers: a header and bytes, neither to be trusted. Raises as `exec`.
+
+        Not for handlers: `workers.evaluator` copies files in and out by it.
         """
         ...
 

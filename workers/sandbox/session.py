@@ -7,17 +7,19 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 from common.errors import EpisodeError
 from common.outcomes import Outcome
 from workers.sandbox.client import MAX_COMMAND_BYTES, CommandClient, ServerLost
 from workers.sandbox.folder import SandboxFolders
-from workers.sandbox.protocol import ExecResult
+from workers.sandbox.protocol import ExecResult, ServerCall
 
 logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 
 class Server(Protocol):
@@ -58,6 +60,13 @@ class Session:
         if num_bytes > MAX_COMMAND_BYTES:
             text = f"the command has {num_bytes} bytes, the limit is {MAX_COMMAND_BYTES}\n"
             return ExecResult(exit_code=126, output=text, timed_out=False)
+        return await self._ask(lambda client: client.run(command, timeout_s=timeout_s))
+
+    async def call(self, call: ServerCall) -> tuple[dict[str, object], bytes]:
+        return await self._ask(lambda client: client.call(call))
+
+    async def _ask(self, ask: Callable[[CommandClient], Awaitable[T]]) -> T:
+        """Ask the server, which is started if it is not; one that is lost is never replaced."""
         async with self._lock:
             folder = self._folders.require(self._handle)
             if self._lost is not None:
@@ -65,7 +74,7 @@ class Session:
             try:
                 if self._server is None:
                     self._server = await self._start(folder)
-                return await self._server.client.run(command, timeout_s=timeout_s)
+                return await ask(self._server.client)
             except ServerLost as error:
                 self._lost = await self._end(str(error))
                 self._folders.require(self._handle)
