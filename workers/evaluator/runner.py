@@ -10,7 +10,6 @@ import json
 import os
 import sys
 
-
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from typing import Any

@@ -56,7 +56,7 @@ class Payload(BaseModel):
 
 
 class Coding:
-    """The handler `coding`."""
+    """The handler `workers.handlers.coding:Coding`."""
 
     name = "coding"
 

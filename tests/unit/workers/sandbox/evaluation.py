@@ -39,8 +39,9 @@ class Evaluation:
         finally:
             await session.close()
 
-    async def report(self, submission: Submission, tests: Sequence[Test], timeout_s: float = 30) -> Report:
-        judge = SandboxJudge(
+    def judge(self, submission: Submission) -> SandboxJudge:
+        """EVAL's, with two minutes for all tests."""
+        return SandboxJudge(
             submission=submission,
             loop=self.loop,
             backend=self.backend,
@@ -48,4 +49,14 @@ class Evaluation:
             spec=self.backend.choose(OPEN),
             deadline=time.monotonic() + 120,
         )
-        return await asyncio.to_thread(judge.run, tests, timeout_s=timeout_s)
+
+    async def report(
+        self,
+        submission: Submission,
+        tests: Sequence[Test],
+        *,
+        files: Mapping[str, str] | None = None,
+        timeout_s: float = 30,
+    ) -> Report:
+        """What EVAL finds."""
+        return await asyncio.to_thread(self.judge(submission).run, tests, files=files, timeout_s=timeout_s)

@@ -106,6 +106,17 @@ for number in range(1, 9):
         pass
 os._exit(0)
 """
+LOOKS = """
+import gc, os, sys
+def add(a, b):
+    known = [found for found in gc.get_objects() if isinstance(found, dict) and "expected" in found]
+    frame = sys._getframe()
+    while frame is not None:
+        known += [frame.f_locals] if "expected" in frame.f_locals else []
+        frame = frame.f_back
+    text = open("/proc/self/cmdline").read() + open("/proc/self/environ").read() + sys.stdin.read()
+    return known[0]["expected"] if known else len(text)
+"""
 ANY = (Fault.WRONG, Fault.ERROR, Fault.FORGED)
 
 CHEATS: dict[str, Cheat] = {
@@ -170,6 +181,7 @@ CHEATS: dict[str, Cheat] = {
     "the nonce, and a result for outside": Cheat(
         files={"solution.py": FRAMES % "os._exit(0)"}, tests=CALLS, faults=(Fault.WRONG,)
     ),
+    "a look for the expected value": Cheat(files={"solution.py": LOOKS}, tests=CALLS, faults=(Fault.WRONG,)),
     "a marker twice": Cheat(files={"solution.py": FRAMES % "return a + b"}, tests=CALLS, faults=(Fault.FORGED,)),
     "replaced test functions": Cheat(files={"solution.py": REPLACED}, tests=(IN_PROCESS,), tampered=True),
     "a process that edits files during EVAL": Cheat(files={"solution.py": SPAWN}),

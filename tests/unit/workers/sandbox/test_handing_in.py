@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import asyncio
+import os
+
 import pytest
 
 from tests.unit.workers.sandbox.conftest import WALLED
 from tests.unit.workers.sandbox.evaluation import Evaluation
 from tests.unit.workers.sandbox.test_evaluator_cheats import CALLS, HONEST, IN_PROCESS, WRONG
 from workers.evaluator.submission import FileRules
-from workers.evaluator.suite import Call, Fault, Program
+from workers.evaluator.suite import Call, Fault, InProcess, Program
 from workers.run_loop import RunLoop
 from workers.sandbox.backend import FolderBackend
 from workers.sandbox.folder import SandboxFolders
+from workers.stage_threads import StageThreads, StageTimeout
 
 pytestmark = pytest.mark.cheat
 
@@ -21,7 +25,8 @@ READS = HONEST + "if __name__ == '__main__':\n    print(add(*map(int, input().sp
 MAKE_ODD_FILES = r"""
 ln -s /etc/shadow solution.py; ln -s /usr/lib/python3 linked; mkfifo fifo.py
 python3 -c 'import socket; socket.socket(socket.AF_UNIX).bind("socket.py")'
-echo x > one; ln one two.py; python3 -c 'open("huge.py", "w").truncate(50 << 20)'; echo hidden > closed.py; chmod 000 closed.py
+echo x > one; ln one two.py; python3 -c 'open("huge.py", "w").truncate(50 << 20)'
+echo hidden > closed.py; chmod 000 closed.py
 printf x > $'new\nline.py'; printf x > $'\xff.py'; printf x > 'back\slash.py'; printf x > $'right\u202eto left.py'
 mkdir -p git/.git/hooks pkg; echo x > git/.git/hooks/evil.py; echo x > pkg/pyproject.toml; echo x > pkg/conftest.py
 for n in $(seq 30); do mkdir deep; cd deep; done; echo x > deep.py; cd /workspace
@@ -107,3 +112,41 @@ async def test_wrong_tests_are_the_handlers_error(evaluation: Evaluation) -> Non
     long = Call(name="long", module="solution", function="add", arguments=("x" * 70_000, 1), expected=1)
     with pytest.raises(ValueError, match="test long: more than 60000 bytes"):
         await evaluation.report(submission, (long,))
+
+
+async def test_the_tests_own_files_win(evaluation: Evaluation) -> None:
+    liar = "def known(): return 'liar'\n"
+    agents = {"solution.py": HONEST, "helper/__init__.py": liar, "data.py": liar}
+    submission = await evaluation.handed_in(files=agents)
+    source = """
+from helper import known
+from data import known as also_known
+def test_whose(): assert (known(), also_known()) == ("tests", "tests")
+def canary(): assert known() == "liar"
+"""
+    own = {"helper.py": "def known(): return 'tests'\n", "data.py": "def known(): return 'tests'\n"}
+    test = InProcess(source=source, functions=("test_whose",), canary="canary")
+    report = await evaluation.report(submission, (test,), files=own)
+    assert (report.num_passed, report.tampered) == (1, False), report
+
+
+async def test_an_eval_that_is_told_to_stop_ends_its_sandbox(evaluation: Evaluation, folders: SandboxFolders) -> None:
+    submission = await evaluation.handed_in(files={"solution.py": "import time\ntime.sleep(600)\n"})
+    judge = evaluation.judge(submission)
+    work = StageThreads("eval").submit(lambda: judge.run(CALLS, timeout_s=500))
+    async with asyncio.timeout(60):
+        while not folders.owners.of(judge.handle):  # noqa: ASYNC110 - another thread is the event
+            await asyncio.sleep(0.02)
+    work.cancel()
+    with pytest.raises(StageTimeout):
+        await asyncio.to_thread(work.result, 60)
+    assert list(folders.owners.root.iterdir()) == []
+    assert [path.name for path in folders.root.iterdir()] == ["7-1"]
+
+
+def test_what_killed_evaluations_left_is_found_after_a_day(folders: SandboxFolders) -> None:
+    for handle in ("7-1", "7-1-eval", "8-1-eval"):
+        folders.create(handle, {})
+    for handle in ("7-1", "8-1-eval"):
+        os.utime(folders.path(handle), (0, 0))
+    assert folders.forgotten_evaluations() == ["8-1-eval"]
