@@ -440,7 +440,7 @@ class Server:
         self._exports = exports
 
     def path_below(self, name: str) -> str:
-        """Where a path relative to the first folder is."""
+        """Where a path relative to the first folder is, for `become`: the server itself stands there."""
         return os.path.join(self._home_path, name)
 
     def _path(self, name: str) -> str:

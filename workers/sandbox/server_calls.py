@@ -1,7 +1,7 @@
 """What the command server does itself when `workers.evaluator` asks: copy files out and in, start a program, no shell.
 
 Sent to the server as text and run there with the server's own names, so any Python from 3.8 on. No process of an agent
-lives while files are copied.
+lives while files are copied. The server stands in the sandbox's folder.
 """
 
 from __future__ import annotations
@@ -39,22 +39,22 @@ class Collection:
         """Count a file that does not come along."""
         self.left_out[reason] = self.left_out.get(reason, 0) + 1
 
-    def offer(self, name: str, path: str) -> None:
+    def offer(self, name: str) -> None:
         """Take a file that is wanted, if it may come along."""
         if self._wanted.fullmatch(name.encode(errors="replace").decode()):
-            reason = self._take(name, path)
+            reason = self._take(name)
             if reason is not None:
                 self.leave_out(reason)
 
-    def _take(self, name: str, path: str) -> str | None:
+    def _take(self, name: str) -> str | None:
         if not name.isprintable() or "\\" in name:
             return "name"
         if self._refused.fullmatch(name):
             return "refused"
-        kind = os.lstat(path).st_mode
+        kind = os.lstat(name).st_mode
         if not stat.S_ISREG(kind):
             return "link" if stat.S_ISLNK(kind) else "special"
-        fd = os.open(path, _OPEN)
+        fd = os.open(name, _OPEN)
         with open(fd, "rb") as file:
             status = os.fstat(fd)
             if not stat.S_ISREG(status.st_mode) or status.st_nlink != 1:
@@ -82,7 +82,7 @@ def collect(server: Server, given: dict[str, Any]) -> tuple[dict[str, Any], byte
     while folders:
         folder, depth = folders.pop()
         try:
-            with os.scandir(server.path_below(folder)) as entries:
+            with os.scandir(folder or ".") as entries:
                 inside = sorted((entry.name, entry.is_dir(follow_symlinks=False)) for entry in entries)
         except OSError:
             found.leave_out("unreadable")
@@ -96,7 +96,7 @@ def collect(server: Server, given: dict[str, Any]) -> tuple[dict[str, Any], byte
                 folders.append((path + "/", depth + 1))
             else:
                 try:
-                    found.offer(path, server.path_below(path))
+                    found.offer(path)
                 except OSError:
                     found.leave_out("unreadable")
     return {"num_files": found.num_files, "left_out": found.left_out}, b"".join(found.frames)
@@ -105,7 +105,7 @@ def collect(server: Server, given: dict[str, Any]) -> tuple[dict[str, Any], byte
 def put(server: Server, given: dict[str, Any]) -> tuple[dict[str, Any], bytes]:
     """Make a folder that was not there, with these files: path -> base64. What can't be made is an error in words."""
     server.end_processes(lambda *_: None)
-    top = server.path_below(given["folder"])
+    top = given["folder"]
     try:
         os.mkdir(top)
         for name in given["folders"]:

@@ -52,6 +52,13 @@ async def test_an_honest_agent_passes(kind: str, request: pytest.FixtureRequest,
     assert report.parts == {"tests": 5.0, "tests_passed": 5.0}
 
 
+async def test_without_walls_an_honest_agent_passes_too(limited: FolderBackend, judging_loop: RunLoop) -> None:
+    evaluation = Evaluation(backend=limited, loop=judging_loop)
+    submission = await evaluation.handed_in(files={"solution.py": HONEST})
+    report = await evaluation.report(submission, (*CALLS, IN_PROCESS))
+    assert (report.tampered, report.fraction_passed) == (False, 1.0), report
+
+
 async def test_half_of_it_right(evaluation: Evaluation) -> None:
     submission = await evaluation.handed_in(files={"solution.py": "def add(a, b):\n    return 3\n"})
     report = await evaluation.report(submission, (*CALLS, IN_PROCESS))
@@ -116,9 +123,12 @@ async def test_wrong_tests_are_the_handlers_error(evaluation: Evaluation) -> Non
 
 async def test_the_tests_own_files_win(evaluation: Evaluation) -> None:
     liar = "def known(): return 'liar'\n"
-    agents = {"solution.py": HONEST, "helper/__init__.py": liar, "data.py": liar}
+    # What the agent has there takes no place of theirs, not even from another folder.
+    moves = "import os\nos.makedirs('/tmp/x', exist_ok=True)\nos.chdir('/tmp/x')\n" + HONEST
+    agents = {"solution.py": moves, "helper/__init__.py": liar, "data.py": liar}
     submission = await evaluation.handed_in(files=agents)
     source = """
+import solution
 from helper import known
 from data import known as also_known
 def test_whose(): assert (known(), also_known()) == ("tests", "tests")
