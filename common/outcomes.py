@@ -20,6 +20,8 @@ class Outcome(StrEnum):
     """The agent's turn could not be parsed (an unclosed or invalid tool call)."""
     AGENT_TIMEOUT = "agent_timeout"
     """The episode used up its time budget in RUN; it is scored with what it has."""
+    TAMPERED = "tampered"
+    """EVAL found that the agent made tests pass which can't: a reward of 0, whatever RUN's outcome was."""
 
     SANDBOX_FAILED = "sandbox_failed"
     """The sandbox could not be made, or died under the agent."""
@@ -48,5 +50,6 @@ AGENT_OUTCOMES = frozenset(
         Outcome.CONTEXT_LIMIT,
         Outcome.FORMAT_ERROR,
         Outcome.AGENT_TIMEOUT,
+        Outcome.TAMPERED,
     }
 )

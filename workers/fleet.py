@@ -30,6 +30,7 @@ from workers.broker import check_held, prepare_broker
 from workers.engine_client import EngineClient
 from workers.engine_pool import EnginePool
 from workers.eval import Eval
+from workers.evaluator.judging import Judging
 from workers.garbage import collect_seldom
 from workers.handlers.base import Handler
 from workers.handlers.registry import load_handler
@@ -93,7 +94,9 @@ class FleetProcess:
         if stage is Stage.INIT:
             init = Init(self.database, handler=handler_named, backend=open_backend(self._settings))
             return lambda claim: threads.submit(partial(init, claim))
-        evaluate = Eval(handler=handler_named)
+        judging = Judging(self.database, lambda: open_backend(self._settings))
+        self._close.append(judging.close)
+        evaluate = Eval(handler=handler_named, judging=judging)
         return lambda claim: threads.submit(partial(evaluate, claim))
 
     def _run(self) -> Work:

@@ -75,6 +75,11 @@ GRANTS: Mapping[Role, Grants] = MappingProxyType(
             {
                 "turn": ("SELECT", "INSERT"),
                 "turn_tokens": ("SELECT", "INSERT"),
+                "episode_files": (
+                    "SELECT",
+                    "INSERT (episode_id, attempt, num_files, left_out, content)",
+                    "UPDATE (num_files, left_out, content)",
+                ),
                 "policy_version": ("SELECT",),
                 "evaluation_point": ("SELECT",),
                 "engine": (
@@ -83,7 +88,14 @@ GRANTS: Mapping[Role, Grants] = MappingProxyType(
                 ),
             },
         ),
-        Role.EVAL: _with(_STAGE, {"turn": ("SELECT",), "episode": ("UPDATE (reward, reward_parts)",)}),
+        Role.EVAL: _with(
+            _STAGE,
+            {
+                "turn": ("SELECT",),
+                "episode_files": ("SELECT",),
+                "episode": ("UPDATE (reward, reward_parts)",),
+            },
+        ),
         Role.TRAINER: {
             "run": (
                 "SELECT",

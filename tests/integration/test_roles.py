@@ -14,6 +14,7 @@ from sqlalchemy.exc import IntegrityError
 from common.config import RolloutConfig, SharingConfig
 from common.db import (
     engines,
+    episode_files,
     episodes,
     groups,
     report,
@@ -122,6 +123,8 @@ def sample(cast: Cast, wakeup: Wakeup) -> Wakeup:
     claim = claim_as(cast[Role.RUN], wakeup)
     with cast[Role.RUN].begin() as conn:
         turns.save(conn, claim, make_turn(0))
+        for content in (b"first", b"again"):
+            episode_files.save(conn, claim, content=content, num_files=1, left_out={"link": 2})
         assert turns.load(conn, claim.episode_id, claim.attempt) == [make_turn(0)]
         return turns.save_last(conn, claim, make_turn(1), outcome=Outcome.FINISHED)
 
@@ -130,6 +133,8 @@ def score(cast: Cast, wakeup: Wakeup, reward: float = 1.0) -> None:
     claim = claim_as(cast[Role.EVAL], wakeup)
     with cast[Role.EVAL].begin() as conn:
         assert [message["content"] for turn in claim.transcript for message in turn] == ["said", "said"]
+        handed = episode_files.load(conn, claim.episode_id, claim.attempt)
+        assert handed == episode_files.StoredFiles(content=b"again", left_out={"link": 2})
         episodes.move(conn, claim, EpisodeState.SCORED, why="scored", reward=reward, reward_parts={"right": reward})
 
 

@@ -118,9 +118,13 @@ class NodeBackend:
 
     def sweep(self) -> None:
         """At most every SWEEP_EVERY_S."""
+        if time.monotonic() < self._next_sweep:
+            return
+        self._next_sweep = time.monotonic() + SWEEP_EVERY_S
+        for handle in self._folders.forgotten_evaluations():
+            self.destroy(handle)
         containers = self._containers()
-        if containers is not None and time.monotonic() >= self._next_sweep:
-            self._next_sweep = time.monotonic() + SWEEP_EVERY_S
+        if containers is not None:
             containers.sweep()
 
     def _containers(self) -> Backend | None:

@@ -5,6 +5,9 @@ The sandbox's own Python runs it, as one text that `workers.sandbox.server_text`
 finds every process of a command, however it left its group. `workers.sandbox.client` talks to it.
 
     python3 THE_TEXT IN_FD OUT_FD CONFIG
+
+A request is a length (4 bytes, big endian) and JSON: a command, or a call of `workers.sandbox.inside.calls`. A reply is
+two lengths, JSON and the command's output.
 """
 
 from __future__ import annotations
@@ -20,6 +23,7 @@ import stat
 import sys
 import time
 
+from workers.sandbox.inside.calls import CALLS
 from workers.sandbox.inside.command import Command
 from workers.sandbox.inside.file_tools import FileTools
 from workers.sandbox.inside.frames import Gone, Stuck, read_request, write_reply
@@ -87,7 +91,10 @@ class Server:
             request = read_request(self.in_fd)
             if "stop" in request:
                 continue  # a stop that came after the command's end
-            header, output = self._run(request)
+            if "call" in request:
+                header, output = CALLS[request["call"]](self, request["given"])
+            else:
+                header, output = self._run(request)
             header["id"] = request["id"]
             write_reply(self.out_fd, header, output)
 
@@ -139,12 +146,18 @@ class Server:
 
     def become_shell(self, arguments: list[bytes], output_fd: int) -> NoReturn:
         """In a forked child."""
+        environment = dict(os.environ) if self._exports is None else {}
+        environment["BASH_ENV"] = self._path("start")
+        self.become(arguments, environment, cwd=self._cwd, fds=_without_input(output_fd))
+
+    def become(
+        self, arguments: list[Any], environment: dict[str, str], *, cwd: str, fds: tuple[int, int, int]
+    ) -> NoReturn:
+        """Turn this process, a fresh child, into a program of the agent's. `fds`: input, output, errors."""
         try:
-            self._leave_server(output_fd)
-            self._enter(self._cwd)
-            environment = dict(os.environ) if self._exports is None else {}
-            environment["BASH_ENV"] = self._path("start")
-            os.execve(SHELL, arguments, environment)
+            self._leave_server(fds)
+            self._enter(cwd)
+            os.execvpe(arguments[0], arguments, environment)
         except OSError as error:
             os.write(2, ("cannot start the command: %s\n" % error).encode())
         finally:
@@ -153,7 +166,7 @@ class Server:
     def _become_file_tool(self, request: dict[str, Any], output_fd: int) -> NoReturn:
         exit_code = NO_SHELL
         try:
-            self._leave_server(output_fd)
+            self._leave_server(_without_input(output_fd))
             exit_code, said = FileTools(self._home, self._home_path).answer(request)
             left = memoryview(said.encode(errors="replace"))
             while left:
@@ -163,14 +176,13 @@ class Server:
         finally:
             os._exit(exit_code)
 
-    def _leave_server(self, output_fd: int) -> None:
+    def _leave_server(self, fds: tuple[int, int, int]) -> None:
         os.setsid()
         signal.set_wakeup_fd(-1)
         for number in (signal.SIGCHLD, signal.SIGPIPE, signal.SIGXFSZ, signal.SIGTERM):
             signal.signal(number, signal.SIG_DFL)
-        os.dup2(os.open("/dev/null", os.O_RDONLY), 0)
-        os.dup2(output_fd, 1)
-        os.dup2(output_fd, 2)
+        for place, fd in enumerate(fds):
+            os.dup2(fd, place)
         os.nice(NICENESS)
         self._limit_resources()
 
@@ -225,6 +237,10 @@ class Server:
         if cwd:
             self._cwd = os.fsdecode(cwd)
         self._exports = exports
+
+    def path_below(self, name: str) -> str:
+        """Where a path relative to the first folder is, for `become`: the server itself stands there."""
+        return os.path.join(self._home_path, name)
 
     def _path(self, name: str) -> str:
         return f"{self._folder}/{name}"
@@ -317,6 +333,10 @@ def _not_started(error: OSError) -> tuple[dict[str, Any], bytes]:
     said = ("cannot start the command: %s\n" % error.strerror).encode()
     limit = "disk" if error.errno == errno.ENOSPC else None
     return {"exit_code": NO_SHELL, "limit": limit, "num_bytes": len(said)}, said
+
+
+def _without_input(output_fd: int) -> tuple[int, int, int]:
+    return os.open("/dev/null", os.O_RDONLY), output_fd, output_fd
 
 
 def _forgiving_kill(pid: int, number: int) -> None:

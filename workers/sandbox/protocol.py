@@ -113,6 +113,18 @@ class ExecResult:
         return self.num_dropped_bytes > 0
 
 
+@dataclass(frozen=True, kw_only=True)
+class ServerCall:
+    """What the command server itself shall do: one of `workers.sandbox.inside.calls`."""
+
+    name: str
+    given: Mapping[str, object]
+    """JSON."""
+    timeout_s: float
+    most_bytes: int
+    """Of the answer: a server that sends more is lost."""
+
+
 class SandboxSession(Protocol):
     """An episode's sandbox as a handler sees it.
 
@@ -140,6 +152,13 @@ class SandboxSession(Protocol):
 
     async def file(self, request: FileRequest) -> ExecResult:
         """View, write or replace. Exit code 0 = done, 1 = refused; `output` says so to the agent. As `exec`."""
+        ...
+
+    async def call(self, call: ServerCall) -> tuple[dict[str, object], bytes]:
+        """What the command server answers: a header and bytes, neither to be trusted. Raises as `exec`.
+
+        Not for handlers: `workers.evaluator` copies files in and out by it.
+        """
         ...
 
     async def close(self) -> None:

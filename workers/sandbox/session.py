@@ -7,18 +7,20 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 from common.errors import EpisodeError
 from common.outcomes import Outcome
 from workers.sandbox.client import MAX_COMMAND_BYTES, CommandClient, ServerLost
 from workers.sandbox.file_requests import FileRequest
 from workers.sandbox.folder import SandboxFolders
-from workers.sandbox.protocol import ExecResult
+from workers.sandbox.protocol import ExecResult, ServerCall
 
 logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 FILE_TIMEOUT_S = 30.0
 """For a file tool: a file system in memory is never that slow."""
@@ -72,6 +74,13 @@ class Session:
         if num_bytes > MAX_COMMAND_BYTES:
             said = f"the {next(iter(what))} has {num_bytes} bytes, the limit is {MAX_COMMAND_BYTES}\n"
             return ExecResult(exit_code=126, output=said, timed_out=False)
+        return await self._through(lambda client: client.ask(what, timeout_s=timeout_s))
+
+    async def call(self, call: ServerCall) -> tuple[dict[str, object], bytes]:
+        return await self._through(lambda client: client.call(call))
+
+    async def _through(self, ask: Callable[[CommandClient], Awaitable[T]]) -> T:
+        """Ask the server, which is started if it is not; one that is lost is never replaced."""
         async with self._lock:
             folder = self._folders.require(self._handle)
             if self._lost is not None:
@@ -79,7 +88,7 @@ class Session:
             try:
                 if self._server is None:
                     self._server = await self._start(folder)
-                return await self._server.client.ask(what, timeout_s=timeout_s)
+                return await ask(self._server.client)
             except ServerLost as error:
                 self._lost = await self._end(str(error))
                 self._folders.require(self._handle)

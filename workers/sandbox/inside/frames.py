@@ -24,7 +24,7 @@ class Stuck(Exception):
 
 def read_exactly(fd: int, num_bytes: int) -> bytes:
     """Raises Gone at the end of the stream."""
-    data = b""
+    data = bytearray()
     while len(data) < num_bytes:
         try:
             chunk = os.read(fd, num_bytes - len(data))
@@ -33,7 +33,7 @@ def read_exactly(fd: int, num_bytes: int) -> bytes:
         if not chunk:
             raise Gone
         data += chunk
-    return data
+    return bytes(data)
 
 
 def read_request(fd: int) -> dict[str, Any]:
