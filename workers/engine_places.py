@@ -19,7 +19,7 @@ from common.errors import EpisodeError
 from common.outcomes import Outcome
 from workers.engine_line import Line, Waiter
 from workers.engine_list import CACHE_S, EngineList
-from workers.engine_pace import ALIKE, Pace, slownesses
+from workers.engine_pace import Pace, slownesses
 from workers.engine_pressure import InFlight
 
 BESIDE = 4
@@ -29,6 +29,9 @@ EPISODE_SLACK = 8
 slower the engine is: load passes, while a slow engine costs the episode time in each turn."""
 GROUP_SLACK = 2
 """The same for an episode's first turn: siblings share a prompt, and with it the engine's prefix cache."""
+IN_DOUBT = 2.0
+"""A home that takes so many times as long as the fastest engine is not late for that: engines that work in bursts look
+slow by turns, and each move costs a prefill."""
 MIN_BACKOFF_S = 0.5
 MAX_BACKOFF_S = 2.0
 MAX_REMEMBERED = 10_000
@@ -270,10 +273,9 @@ class EnginePlaces:
             (self._episodes.urls.get(turn.claim.episode_id), EPISODE_SLACK),
             (self._groups.urls.get(turn.claim.group_id), GROUP_SLACK),
         ):
-            # In doubt it stays: engines that work in bursts look slow by turns, and each move costs a prefill.
             if home is not None and home in engines:
                 slow = slowness[home]
-                if end(home, max(1.0, slow / ALIKE)) <= latest + slack * turn.size / slow:
+                if end(home, max(1.0, slow / IN_DOUBT)) <= latest + slack * turn.size / slow:
                     return home
         return best
 

@@ -74,12 +74,11 @@ async def test_a_new_engine_gets_work_at_once() -> None:
 
 async def test_an_episode_leaves_an_engine_that_became_slow_but_not_one_with_some_more_to_do() -> None:
     traffic = Traffic(a=0.5, b=0.5)
-    for url, episode in (("a", 1), ("b", 2)):
-        await traffic.visit(url, episode=episode)
+    for number in range(8):
+        await traffic.visit("ab"[number % 2], episode=1 + number % 2)
     under_way = [await traffic.ask(1) for _ in range(3)]
     assert {url for _, url in under_way} == {"a"}
-    traffic.seconds["a"] = 5.0
-    traffic.now += 5.0
+    traffic.now += 20.0
     for turn, url in under_way:
         traffic.answer(turn, url)
     assert (await traffic.ask(1))[1] == "b"

@@ -262,7 +262,7 @@ async def test_engines_limits_follow_their_own_pages() -> None:
         for engine in fleet.engines:
             engine.pause()
         tasks = [await start_and_wait_for(fleet, number, number + 1) for number in range(30)]
-        assert [len(engine.open) for engine in fleet.engines] == [10, 10, 10]
+        await until(lambda: [len(engine.open) for engine in fleet.engines] == [10, 10, 10], within_s=60)
         watch = asyncio.create_task(fleet.pool.watch_pressure(every_s=0.01))
         limits = {engine.url: fleet.pool.uses[engine.url].flight for engine in fleet.engines}
         await until(lambda: limits[pressed.url].limit == int(CUT * 10) and limits[silent.url].limit == MAX_IN_FLIGHT)
