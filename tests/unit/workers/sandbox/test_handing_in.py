@@ -17,7 +17,7 @@ from workers.sandbox.backend import FolderBackend
 from workers.sandbox.folder import SandboxFolders
 from workers.stage_threads import StageThreads, StageTimeout
 
-pytestmark = pytest.mark.cheat
+pytestmark = pytest.mark.robustness
 
 PROGRAM = Program(name="program", argv=("python3", "-I", "solution.py"), input="40 2\n", expected="42")
 READS = HONEST + "if __name__ == '__main__':\n    print(add(*map(int, input().split())))\n"
