@@ -143,7 +143,7 @@ async def test_engines_killed_in_the_middle_of_a_load_serve_no_half_of_it(
             keeping.cancel()
             assert hits >= NUM_ROUNDS, "fewer than half of the kills fell into an exchange"
             verdict = judge(trainee, players)
-    assert verdict.engines == {one.gate.url for one in served}
+        assert verdict.engines == {one.gate.url for one in served}
     figures |= {
         "load_kills": 2 * NUM_ROUNDS,
         "load_kills_in_the_middle": hits,
