@@ -14,6 +14,7 @@ from pydantic import (
 )
 
 from common.config_errors import first_problem
+from common.config_network import NetworkConfig
 from common.config_section import Section
 from common.config_tracking import TrackingConfig
 from common.errors import SetupError
@@ -349,6 +350,8 @@ class SandboxConfig(Section):
     """None = as ROLLMILL_SANDBOX of the fleets' nodes says; "docker" for an image."""
     image: str | None = Field(default=None, min_length=1)
     """Image of Docker or Podman, with bash and python3, for tasks that name none; None = ROLLMILL_SANDBOX_IMAGE."""
+    network: NetworkConfig = NetworkConfig()
+    """What commands reach, for tasks that say nothing of it."""
 
     @model_validator(mode="after")
     def _image_fits(self) -> Self:

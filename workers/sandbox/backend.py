@@ -7,8 +7,10 @@ import os
 import threading
 import time
 from collections.abc import Mapping
+from typing import Protocol, runtime_checkable
 
 from common.config import SandboxKind
+from common.config_network import NetworkConfig
 from common.errors import EpisodeError, SetupError
 from common.outcomes import Outcome
 from common.settings import Settings
@@ -17,13 +19,22 @@ from workers.sandbox.container_engine import ContainerEngine
 from workers.sandbox.containers import Containers
 from workers.sandbox.folder import SandboxFolders
 from workers.sandbox.process_server import ProcessServer, Walls
-from workers.sandbox.protocol import OPEN, Backend, SandboxSession, SandboxSpec
+from workers.sandbox.protocol import NO_NETWORK, OPEN, Backend, SandboxSession, SandboxSpec
 from workers.sandbox.restricted import Restricted
 from workers.sandbox.session import Session
 
 logger = logging.getLogger(__name__)
 
 SWEEP_EVERY_S = 30.0
+
+
+@runtime_checkable
+class Networked(Protocol):
+    """Walls that have a network of their own."""
+
+    def joined(self, network: NetworkConfig) -> Walls:
+        """The same walls with this network."""
+        ...
 
 
 class FolderBackend:
@@ -40,7 +51,20 @@ class FolderBackend:
                 f"image {spec.image} is of no use to {self._walls.name}: set ROLLMILL_SANDBOX=docker, or sandbox.kind "
                 "of the run",
             )
-        return SandboxSpec(kind=self._walls.name)
+        self._within(spec.network)
+        return spec.model_copy(update={"kind": self._walls.name})
+
+    def _within(self, network: NetworkConfig) -> Walls:
+        """The walls with this network. Raises EpisodeError where they have no such thing."""
+        if network == NO_NETWORK:
+            return self._walls
+        if not isinstance(self._walls, Networked):
+            raise EpisodeError(
+                Outcome.SANDBOX_FAILED,
+                f'{self._walls.name} cannot keep to [sandbox.network] mode = "{network.mode}": set '
+                "ROLLMILL_SANDBOX=bubblewrap or docker, or sandbox.kind of the run",
+            )
+        return self._walls.joined(network)
 
     def handle(self, episode_id: int, attempt: int) -> str:
         return f"{episode_id}-{attempt}"
@@ -50,7 +74,8 @@ class FolderBackend:
 
     def attach(self, handle: str, spec: SandboxSpec = OPEN) -> SandboxSession:
         self._folders.require(handle)
-        return Session(self._folders, handle, lambda: ProcessServer(self._walls, self._folders, handle))
+        walls = self._within(spec.network)
+        return Session(self._folders, handle, lambda: ProcessServer(walls, self._folders, handle, spec.network))
 
     def destroy(self, handle: str) -> None:
         self._folders.destroy(handle)

@@ -11,6 +11,7 @@ import secrets
 import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from shutil import rmtree
 
 from workers.sandbox.container_engine import Container, ContainerEngine
 from workers.sandbox.owners import Identity
@@ -28,6 +29,11 @@ class ContainerRecord:
     url: str
     name: str
 
+    @property
+    def proxy_folder(self) -> Path:
+        """Where the worker waits for a socket out of the container, while that starts."""
+        return self.file.with_name(f".{self.file.name}.proxy")
+
     def write(self) -> None:
         """Whole or not at all."""
         self.file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -38,6 +44,7 @@ class ContainerRecord:
     def end(self, engine: ContainerEngine) -> None:
         """Remove the container, then the note. Raises EpisodeError, and the note stays."""
         engine.remove(self.name)
+        rmtree(self.proxy_folder, ignore_errors=True)
         self.file.unlink(missing_ok=True)
 
 

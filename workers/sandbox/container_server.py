@@ -17,7 +17,9 @@ from common.errors import EpisodeError
 from workers.sandbox.client import CommandClient, Reader, ServerLost
 from workers.sandbox.container_engine import ContainerEngine
 from workers.sandbox.container_records import ContainerRecord
+from workers.sandbox.egress_proxy import EgressProxy
 from workers.sandbox.protocol import Limits
+from workers.sandbox.proxy_socket import Meeting
 from workers.sandbox.start_gate import StartGate
 
 START_TIMEOUT_S = 60.0
@@ -65,6 +67,7 @@ class ContainerServer:
         greeting: Callable[[Path], bytes],
         limits: Limits,
         is_wanted: Callable[[], bool],
+        proxy: EgressProxy | None = None,
     ) -> None:
         """`make` creates the container. `greeting`: what it is told first, from the folder. `is_wanted`: still."""
         self._engine = engine
@@ -76,6 +79,7 @@ class ContainerServer:
         self._greeting = greeting
         self._limits = limits
         self._is_wanted = is_wanted
+        self._proxy = proxy
         self._working: Future[tuple[socket.socket, bytes]] | None = None
         self._stream: DockerStream | None = None
         self._client: CommandClient | None = None
@@ -88,14 +92,25 @@ class ContainerServer:
     async def start(self, folder: Path) -> None:
         async with self._gate.place():
             self._record.write()
-            self._working = self._threads.submit(self._launch, folder)
-            # Cancelling must not lose sight of a container that is being made.
-            stream, greeting = await asyncio.shield(asyncio.wrap_future(self._working))
-            self._client = CommandClient(stream, self._limits, unwrap=self._unwrap)
-            await self._client.connect(timeout_s=START_TIMEOUT_S, first=struct.pack(">I", len(greeting)) + greeting)
+            meeting = None if self._proxy is None else Meeting(self._record.proxy_folder)
+            try:
+                await self._connect(folder)
+                if meeting is not None:
+                    assert self._proxy is not None
+                    self._proxy.serve(meeting.listener())
+            finally:
+                if meeting is not None:
+                    meeting.close()
         # A reaper that removed the folder before the container was there did not see it.
         if not self._is_wanted():
             raise ServerLost("it was removed while it started")
+
+    async def _connect(self, folder: Path) -> None:
+        self._working = self._threads.submit(self._launch, folder)
+        # Cancelling must not lose sight of a container that is being made.
+        stream, greeting = await asyncio.shield(asyncio.wrap_future(self._working))
+        self._client = CommandClient(stream, self._limits, unwrap=self._unwrap)
+        await self._client.connect(timeout_s=START_TIMEOUT_S, first=struct.pack(">I", len(greeting)) + greeting)
 
     def _launch(self, folder: Path) -> tuple[socket.socket, bytes]:
         container = self._make()
@@ -115,6 +130,8 @@ class ContainerServer:
     async def end(self) -> None:
         if self._client is not None:
             self._client.close()
+        if self._proxy is not None:
+            await self._proxy.close()
         await asyncio.wrap_future(self._threads.submit(self._remove))
 
     def _remove(self) -> None:

@@ -13,16 +13,27 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+from common.config_network import NetworkConfig
 from common.errors import EpisodeError
 from common.outcomes import Outcome
+from workers.sandbox import proxy_socket
 from workers.sandbox.client import ServerLost
 from workers.sandbox.container_engine import ContainerEngine, EngineFacts, Image, Pull
-from workers.sandbox.container_options import DISKS, STATE, host_options, memory_bytes, num_processes, process_options
-from workers.sandbox.container_records import ContainerRecords
+from workers.sandbox.container_options import (
+    DISKS,
+    PROXY,
+    STATE,
+    host_options,
+    memory_bytes,
+    num_processes,
+    process_options,
+)
+from workers.sandbox.container_records import ContainerRecord, ContainerRecords
 from workers.sandbox.container_server import ContainerServer
+from workers.sandbox.egress_proxy import EgressProxy
 from workers.sandbox.folder import SandboxFolders
 from workers.sandbox.launching import server_config, server_source
-from workers.sandbox.protocol import OPEN, Limits, SandboxSession, SandboxSpec
+from workers.sandbox.protocol import NO_NETWORK, OPEN, Limits, SandboxSession, SandboxSpec
 from workers.sandbox.seccomp_profile import profile
 from workers.sandbox.session import Session
 from workers.sandbox.start_gate import StartGate
@@ -69,17 +80,34 @@ class Containers:
                 Outcome.SANDBOX_FAILED,
                 "no image for a sandbox of kind docker: set ROLLMILL_SANDBOX_IMAGE, or sandbox.image of the run",
             )
-        return SandboxSpec(kind="docker", image=image)
+        self._see_that_proxies_work(spec.network)
+        return spec.model_copy(update={"kind": "docker", "image": image})
+
+    def _see_that_proxies_work(self, network: NetworkConfig) -> None:
+        if network.mode != "proxy":
+            return
+        why = None
+        if not self.engine.url.startswith("unix://"):
+            why = f"the engine at {self.engine.url} is elsewhere: take one on the worker's machine (unix://...)"
+        if self._runtime == GVISOR:
+            why = "gVisor hands no sockets over: unset ROLLMILL_SANDBOX_RUNTIME"
+        if why is not None:
+            raise EpisodeError(
+                Outcome.SANDBOX_FAILED, f'[sandbox.network] mode = "proxy" cannot be had: {why}, or take bubblewrap'
+            )
 
     def handle(self, episode_id: int, attempt: int) -> str:
         return f"{episode_id}-{attempt}"
 
     def create(self, handle: str, files: Mapping[str, str], spec: SandboxSpec = OPEN) -> None:
-        self.prove(self._image_of(spec))
+        self.prove(self._image_of(spec), spec.network)
         self._folders.create(handle, files)
 
-    def prove(self, name: str) -> Image:
-        """Get the image, and start one container of it, the first time. Raises EpisodeError that says what to do."""
+    def prove(self, name: str, network: NetworkConfig = NO_NETWORK) -> Image:
+        """Get the image, and start one container of it, the first time. Raises EpisodeError that says what to do.
+
+        Once more for a proxy, which has a way to go of its own.
+        """
         image = self.engine.image(name, pull=self._pull)
         if image.volumes:
             raise EpisodeError(
@@ -87,13 +115,13 @@ class Containers:
                 f"image {name} declares volumes, which no limit holds: build it without {', '.join(image.volumes)}",
             )
         with self._lock:
-            if image.id not in self._proven:
-                asyncio.run(self._probe(name))
-                self._proven.add(image.id)
+            if (proven := f"{image.id} proxy" if network.mode == "proxy" else image.id) not in self._proven:
+                asyncio.run(self._probe(name, network))
+                self._proven.add(proven)
         return image
 
-    async def _probe(self, name: str) -> None:
-        server = self._server(PROBE, name, is_wanted=lambda: True)
+    async def _probe(self, name: str, network: NetworkConfig) -> None:
+        server = self._server(PROBE, name, network, is_wanted=lambda: True)
         try:
             await server.start(Path("/nonexistent"))
         except ServerLost as error:
@@ -108,7 +136,7 @@ class Containers:
         self._folders.require(handle)
         image = self._image_of(spec)
         wanted = lambda: self._folders.exists(handle)  # noqa: E731
-        return Session(self._folders, handle, lambda: self._server(handle, image, is_wanted=wanted))
+        return Session(self._folders, handle, lambda: self._server(handle, image, spec.network, is_wanted=wanted))
 
     def _image_of(self, spec: SandboxSpec) -> str:
         image = self.choose(spec).image
@@ -139,21 +167,24 @@ class Containers:
         self._threads.shutdown()
         self.engine.close()
 
-    def _server(self, handle: str, image: str, *, is_wanted: Callable[[], bool]) -> ContainerServer:
+    def _server(
+        self, handle: str, image: str, network: NetworkConfig, *, is_wanted: Callable[[], bool]
+    ) -> ContainerServer:
         record = self.records.fresh(handle, self.engine.url)
         return ContainerServer(
             self.engine,
             self._threads,
             self._gate,
             record=record,
-            make=lambda: self._make(record.name, handle, image),
+            make=lambda: self._make(record, handle, image, network),
             image=image,
-            greeting=self._greeting,
+            greeting=lambda folder: self._greeting(folder, network),
             limits=self._limits,
             is_wanted=is_wanted,
+            proxy=EgressProxy(network, handle=handle) if network.mode == "proxy" else None,
         )
 
-    def _make(self, name: str, handle: str, image: str) -> str:
+    def _make(self, record: ContainerRecord, handle: str, image: str, network: NetworkConfig) -> str:
         facts = self.engine.facts()
         if facts.is_podman and self._runtime is not None:
             raise EpisodeError(
@@ -161,20 +192,30 @@ class Containers:
                 f"{facts.name} takes no runtime over its service, and would not use {self._runtime}: unset "
                 "ROLLMILL_SANDBOX_RUNTIME, or use Docker Engine",
             )
-        file = self._profile_file(facts) if facts.is_podman else None
-        host = host_options(self._limits, facts, runtime=self._runtime, profile_file=file)
-        return self.engine.create(name, image, host=host, **process_options(self.records.labels(handle)))
+        has_proxy = network.mode == "proxy"
+        host = host_options(
+            self._limits,
+            facts,
+            runtime=self._runtime,
+            profile=self._profile(facts, has_ip=network.mode != "none"),
+            proxy_folder=record.proxy_folder if has_proxy else None,
+        )
+        options = process_options(self.records.labels(handle), has_proxy=has_proxy)
+        return self.engine.create(record.name, image, host=host, **options)
 
-    def _profile_file(self, facts: EngineFacts) -> Path:
-        """The list of system calls where Podman reads it."""
-        file = self._folders.root.parent / "sandbox-seccomp.json"
+    def _profile(self, facts: EngineFacts, *, has_ip: bool) -> str:
+        """The list of system calls; for Podman the file in which it reads it."""
+        text = profile(facts.machine, has_ip=has_ip)
+        if not facts.is_podman:
+            return text
+        file = self._folders.root.parent / f"sandbox-seccomp-{'ip' if has_ip else 'no-ip'}.json"
         fresh = file.with_name(f".{file.name}.{threading.get_ident()}")
-        fresh.write_text(profile(facts.machine))
+        fresh.write_text(text)
         fresh.chmod(0o644)
         fresh.rename(file)
-        return file
+        return str(file)
 
-    def _greeting(self, folder: Path) -> bytes:
+    def _greeting(self, folder: Path, network: NetworkConfig) -> bytes:
         """The task's files and the command server's program. RUN alone has touched the folder: it holds no links."""
         files = {
             str(file.relative_to(folder)): file.read_bytes().decode()
@@ -190,7 +231,12 @@ class Containers:
             "files": files,
             "server": server_source().decode(),
             "config": server_config(
-                self._limits, state_folder=STATE, disks=DISKS, kernel_processes=0, counts_files=is_podman
+                self._limits,
+                state_folder=STATE,
+                disks=DISKS,
+                kernel_processes=0,
+                counts_files=is_podman,
+                lend=(proxy_socket.PORT, f"{PROXY}/{proxy_socket.SOCKET_NAME}") if network.mode == "proxy" else None,
             ),
         }
         return json.dumps(given).encode()

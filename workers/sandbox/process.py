@@ -36,6 +36,8 @@ class Launched:
     """Number of the sandbox's own first process; None = there is none, or it is not known yet."""
     remarks: Callable[[], str]
     """The last line that the processes said about themselves."""
+    lent: socket.socket | None = None
+    """By it the server has handed over a listener before it is ready; None = there is no proxy."""
 
     def owned(self) -> Owned | None:
         """Who they are; None = they have ended already."""
@@ -49,6 +51,8 @@ class Launched:
     async def end(self) -> None:
         """End it in order, and by force where that takes too long. Raises EpisodeError when it does not die."""
         self.stream.close()
+        if self.lent is not None:
+            self.lent.close()
         if not await wait_for_exit(self.process.pid, END_WAIT_S) and not await self._kill():
             raise EpisodeError(Outcome.SANDBOX_FAILED, f"process {self.process.pid} does not die")
         self.process.wait()

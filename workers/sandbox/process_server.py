@@ -6,11 +6,14 @@ from pathlib import Path
 from typing import Protocol
 
 from common.config import SandboxKind
+from common.config_network import NetworkConfig
 from workers.sandbox.client import CommandClient, ServerLost
+from workers.sandbox.egress_proxy import EgressProxy
 from workers.sandbox.folder import SandboxFolders
 from workers.sandbox.owners import Record
 from workers.sandbox.process import Launched
-from workers.sandbox.protocol import Limits
+from workers.sandbox.protocol import NO_NETWORK, Limits
+from workers.sandbox.proxy_socket import lent_listener
 
 START_TIMEOUT_S = 30.0
 
@@ -29,8 +32,11 @@ class Walls(Protocol):
 class ProcessServer:
     """A server's processes, its connection, and the record of them."""
 
-    def __init__(self, walls: Walls, folders: SandboxFolders, handle: str) -> None:
+    def __init__(self, walls: Walls, folders: SandboxFolders, handle: str, network: NetworkConfig = NO_NETWORK) -> None:
+        """`network`: as the walls have been told, whose proxy this is."""
         self._walls = walls
+        self._network = network
+        self._proxy: EgressProxy | None = None
         self._folders = folders
         self._handle = handle
         self._launched: Launched | None = None
@@ -50,6 +56,9 @@ class ProcessServer:
         launched = self._launched = self._walls.launch(folder)
         self._client = CommandClient(launched.stream, self._walls.limits)
         await self._client.connect(timeout_s=START_TIMEOUT_S)
+        if launched.lent is not None:
+            self._proxy = EgressProxy(self._network, handle=self._handle)
+            self._proxy.serve(lent_listener(launched.lent))
         owned = launched.owned()
         if owned is None:
             raise ServerLost("the command server has ended")
@@ -62,6 +71,8 @@ class ProcessServer:
         if self._launched is None:
             return
         self.client.close()
+        if self._proxy is not None:
+            await self._proxy.close()
         await self._launched.end()
         if self._record is not None:
             self._record.remove()

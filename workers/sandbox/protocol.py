@@ -11,7 +11,10 @@ from enum import StrEnum
 from typing import Protocol
 
 from common.config import SandboxKind
+from common.config_network import NetworkConfig
 from common.episode import Frozen
+
+NO_NETWORK = NetworkConfig()
 
 
 class Limit(StrEnum):
@@ -69,6 +72,8 @@ class SandboxSpec(Frozen):
     """None = as the node's ROLLMILL_SANDBOX says."""
     image: str | None = None
     """Image of `docker`; None = the node's ROLLMILL_SANDBOX_IMAGE, and no image for the other kinds."""
+    network: NetworkConfig = NO_NETWORK
+    """What its commands reach."""
 
 
 OPEN = SandboxSpec()
