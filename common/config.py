@@ -352,6 +352,8 @@ class SandboxConfig(Section):
     """Image of Docker or Podman, with bash and python3, for tasks that name none; None = ROLLMILL_SANDBOX_IMAGE."""
     network: NetworkConfig = NetworkConfig()
     """What commands reach, for tasks that say nothing of it."""
+    lifetime_s: float = Field(default=86_400.0, gt=0)
+    """A sandbox that runs for longer is ended, and its attempt with it (sandbox_expired)."""
 
     @model_validator(mode="after")
     def _image_fits(self) -> Self:
@@ -410,6 +412,15 @@ class RunConfig(Section):
             raise ValueError(
                 f"train.overlong_tokens = {limit} with overlong_buffer = {buffer} has no effect: an episode samples at "
                 f"most {most} tokens (rollout.max_turns x max_tokens_per_turn)"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _sandboxes_live_long_enough(self) -> Self:
+        if self.sandbox.lifetime_s <= self.rollout.episode_timeout_s:
+            raise ValueError(
+                f"sandbox.lifetime_s = {self.sandbox.lifetime_s:g} must be more than rollout.episode_timeout_s = "
+                f"{self.rollout.episode_timeout_s:g}: agents could end their attempts by taking their time"
             )
         return self
 

@@ -50,6 +50,7 @@ class Init:
             kind=wanted.kind,
             image=prepared.image or wanted.image,
             network=_network(prepared.network, wanted.network),
+            lifetime_s=wanted.lifetime_s,
         )
         spec = self._backend.choose(asked)
         with self._database.begin() as conn:

@@ -75,13 +75,14 @@ class FolderBackend:
     def attach(self, handle: str, spec: SandboxSpec = OPEN) -> SandboxSession:
         self._folders.require(handle)
         walls = self._within(spec.network)
-        return Session(self._folders, handle, lambda: ProcessServer(walls, self._folders, handle, spec.network))
+        server = lambda: ProcessServer(walls, self._folders, handle, spec)  # noqa: E731
+        return Session(self._folders, handle, server, lifetime_s=spec.lifetime_s)
 
     def destroy(self, handle: str) -> None:
         self._folders.destroy(handle)
 
     def sweep(self) -> None:
-        """Nothing: its processes end with their worker, and each has a record."""
+        self._folders.owners.sweep()
 
 
 class NodeBackend:
@@ -142,10 +143,15 @@ class NodeBackend:
 
     def sweep(self) -> None:
         """At most every SWEEP_EVERY_S."""
-        containers = self._containers()
-        if containers is not None and time.monotonic() >= self._next_sweep:
-            self._next_sweep = time.monotonic() + SWEEP_EVERY_S
-            containers.sweep()
+        if time.monotonic() < self._next_sweep:
+            return
+        self._next_sweep = time.monotonic() + SWEEP_EVERY_S
+        try:
+            self._folders.owners.sweep()
+        finally:
+            containers = self._containers()
+            if containers is not None:
+                containers.sweep()
 
     def _containers(self) -> Backend | None:
         """Where containers have been used with this data folder."""

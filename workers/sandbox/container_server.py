@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import socket
 import struct
+import time
 from collections.abc import Callable
 from concurrent.futures import Executor, Future
 from pathlib import Path
@@ -83,6 +84,7 @@ class ContainerServer:
         self._working: Future[tuple[socket.socket, bytes]] | None = None
         self._stream: DockerStream | None = None
         self._client: CommandClient | None = None
+        self._started = time.time()
 
     @property
     def client(self) -> CommandClient:
@@ -140,6 +142,14 @@ class ContainerServer:
         if self._working.exception() is None and self._client is None:
             self._working.result()[0].close()
         self._record.end(self._engine)
+
+    async def died_of_memory(self) -> bool:
+        look = self._threads.submit(self._engine.died_of_memory, self._record.name, since=self._started)
+        try:
+            return await asyncio.wrap_future(look)
+        except EpisodeError:
+            # The engine does not answer: whatever ended the sandbox, nobody can blame the agent.
+            return False
 
     def explain(self, why: str) -> str:
         said = "" if self._stream is None else self._stream.errors.decode(errors="replace").strip()

@@ -121,7 +121,7 @@ class Containers:
         return image
 
     async def _probe(self, name: str, network: NetworkConfig) -> None:
-        server = self._server(PROBE, name, network, is_wanted=lambda: True)
+        server = self._server(PROBE, SandboxSpec(kind="docker", image=name, network=network), is_wanted=lambda: True)
         try:
             await server.start(Path("/nonexistent"))
         except ServerLost as error:
@@ -134,9 +134,10 @@ class Containers:
 
     def attach(self, handle: str, spec: SandboxSpec = OPEN) -> SandboxSession:
         self._folders.require(handle)
-        image = self._image_of(spec)
+        chosen = spec.model_copy(update={"image": self._image_of(spec)})
         wanted = lambda: self._folders.exists(handle)  # noqa: E731
-        return Session(self._folders, handle, lambda: self._server(handle, image, spec.network, is_wanted=wanted))
+        server = lambda: self._server(handle, chosen, is_wanted=wanted)  # noqa: E731
+        return Session(self._folders, handle, server, lifetime_s=spec.lifetime_s)
 
     def _image_of(self, spec: SandboxSpec) -> str:
         image = self.choose(spec).image
@@ -167,24 +168,24 @@ class Containers:
         self._threads.shutdown()
         self.engine.close()
 
-    def _server(
-        self, handle: str, image: str, network: NetworkConfig, *, is_wanted: Callable[[], bool]
-    ) -> ContainerServer:
+    def _server(self, handle: str, spec: SandboxSpec, *, is_wanted: Callable[[], bool]) -> ContainerServer:
+        assert spec.image is not None
         record = self.records.fresh(handle, self.engine.url)
         return ContainerServer(
             self.engine,
             self._threads,
             self._gate,
             record=record,
-            make=lambda: self._make(record, handle, image, network),
-            image=image,
-            greeting=lambda folder: self._greeting(folder, network),
+            make=lambda: self._make(record, handle, spec),
+            image=spec.image,
+            greeting=lambda folder: self._greeting(folder, spec.network),
             limits=self._limits,
             is_wanted=is_wanted,
-            proxy=EgressProxy(network, handle=handle) if network.mode == "proxy" else None,
+            proxy=EgressProxy(spec.network, handle=handle) if spec.network.mode == "proxy" else None,
         )
 
-    def _make(self, record: ContainerRecord, handle: str, image: str, network: NetworkConfig) -> str:
+    def _make(self, record: ContainerRecord, handle: str, spec: SandboxSpec) -> str:
+        assert spec.image is not None
         facts = self.engine.facts()
         if facts.is_podman and self._runtime is not None:
             raise EpisodeError(
@@ -192,16 +193,16 @@ class Containers:
                 f"{facts.name} takes no runtime over its service, and would not use {self._runtime}: unset "
                 "ROLLMILL_SANDBOX_RUNTIME, or use Docker Engine",
             )
-        has_proxy = network.mode == "proxy"
+        has_proxy = spec.network.mode == "proxy"
         host = host_options(
             self._limits,
             facts,
             runtime=self._runtime,
-            profile=self._profile(facts, has_ip=network.mode != "none"),
+            profile=self._profile(facts, has_ip=spec.network.mode != "none"),
             proxy_folder=record.proxy_folder if has_proxy else None,
         )
-        options = process_options(self.records.labels(handle), has_proxy=has_proxy)
-        return self.engine.create(record.name, image, host=host, **options)
+        options = process_options(self.records.labels(handle, lifetime_s=spec.lifetime_s), has_proxy=has_proxy)
+        return self.engine.create(record.name, spec.image, host=host, **options)
 
     def _profile(self, facts: EngineFacts, *, has_ip: bool) -> str:
         """The list of system calls; for Podman the file in which it reads it."""

@@ -11,6 +11,7 @@ import os
 import signal
 import socket
 import subprocess
+import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -18,7 +19,7 @@ from pathlib import Path
 
 from common.errors import EpisodeError
 from common.outcomes import Outcome
-from workers.sandbox.owners import Identity, Owned
+from workers.sandbox.owners import EXPIRY_GRACE_S, Identity, Owned
 
 INNER_KILL_WAIT_S = 1.0
 KILL_WAIT_S = 5.0
@@ -39,14 +40,15 @@ class Launched:
     lent: socket.socket | None = None
     """By it the server has handed over a listener before it is ready; None = there is no proxy."""
 
-    def owned(self) -> Owned | None:
+    def owned(self, *, lifetime_s: float) -> Owned | None:
         """Who they are; None = they have ended already."""
         inner_pid = self.inner()
         worker, outer = Identity.of(os.getpid()), Identity.of(self.process.pid)
         inner = None if inner_pid is None else Identity.of(inner_pid)
         if worker is None or outer is None or (inner_pid is not None and inner is None):
             return None
-        return Owned(worker=worker, outer=outer, inner=inner)
+        expires = time.time() + lifetime_s + EXPIRY_GRACE_S
+        return Owned(worker=worker, outer=outer, inner=inner, expires=expires)
 
     async def end(self) -> None:
         """End it in order, and by force where that takes too long. Raises EpisodeError when it does not die."""

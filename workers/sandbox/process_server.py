@@ -6,13 +6,12 @@ from pathlib import Path
 from typing import Protocol
 
 from common.config import SandboxKind
-from common.config_network import NetworkConfig
 from workers.sandbox.client import CommandClient, ServerLost
 from workers.sandbox.egress_proxy import EgressProxy
 from workers.sandbox.folder import SandboxFolders
 from workers.sandbox.owners import Record
 from workers.sandbox.process import Launched
-from workers.sandbox.protocol import NO_NETWORK, Limits
+from workers.sandbox.protocol import OPEN, Limits, SandboxSpec
 from workers.sandbox.proxy_socket import lent_listener
 
 START_TIMEOUT_S = 30.0
@@ -32,10 +31,10 @@ class Walls(Protocol):
 class ProcessServer:
     """A server's processes, its connection, and the record of them."""
 
-    def __init__(self, walls: Walls, folders: SandboxFolders, handle: str, network: NetworkConfig = NO_NETWORK) -> None:
-        """`network`: as the walls have been told, whose proxy this is."""
+    def __init__(self, walls: Walls, folders: SandboxFolders, handle: str, spec: SandboxSpec = OPEN) -> None:
+        """`spec.network`: as the walls have been told, whose proxy this is."""
         self._walls = walls
-        self._network = network
+        self._spec = spec
         self._proxy: EgressProxy | None = None
         self._folders = folders
         self._handle = handle
@@ -57,9 +56,9 @@ class ProcessServer:
         self._client = CommandClient(launched.stream, self._walls.limits)
         await self._client.connect(timeout_s=START_TIMEOUT_S)
         if launched.lent is not None:
-            self._proxy = EgressProxy(self._network, handle=self._handle)
+            self._proxy = EgressProxy(self._spec.network, handle=self._handle)
             self._proxy.serve(lent_listener(launched.lent))
-        owned = launched.owned()
+        owned = launched.owned(lifetime_s=self._spec.lifetime_s)
         if owned is None:
             raise ServerLost("the command server has ended")
         self._record = self._folders.owners.record(self._handle, owned)
@@ -76,6 +75,9 @@ class ProcessServer:
         await self._launched.end()
         if self._record is not None:
             self._record.remove()
+
+    async def died_of_memory(self) -> bool:
+        return False
 
     def explain(self, why: str) -> str:
         remarks = "" if self._launched is None else self._launched.remarks()
