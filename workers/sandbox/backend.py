@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import socket
 import threading
 import time
 from collections.abc import Mapping
@@ -15,6 +16,7 @@ from common.errors import EpisodeError, SetupError
 from common.outcomes import Outcome
 from common.settings import Settings
 from workers.sandbox.bubblewrap import Bubblewrap
+from workers.sandbox.cgroup import find_groups
 from workers.sandbox.container_engine import ContainerEngine
 from workers.sandbox.containers import Containers
 from workers.sandbox.folder import SandboxFolders
@@ -118,6 +120,8 @@ class NodeBackend:
 
     def check(self) -> None:
         """See at the start that the kind of the settings can work. Raises SetupError."""
+        if self._settings.sandbox_cgroup is not None:
+            find_groups(self._settings.sandbox_cgroup)
         if self._settings.sandbox == "bubblewrap" and (trouble := self._trouble()) is not None:
             raise SetupError(f"ROLLMILL_SANDBOX=bubblewrap: {trouble}; see rollmill sandbox doctor")
         if self._settings.sandbox == "restricted":
@@ -176,7 +180,26 @@ class NodeBackend:
             )
         if kind == "restricted" and self.default != "restricted":
             _warn("a run's sandbox.kind")
-        return FolderBackend(self._folders, Bubblewrap() if kind == "bubblewrap" else Restricted())
+        return FolderBackend(self._folders, Restricted() if kind == "restricted" else self._bubblewrap())
+
+    def _bubblewrap(self) -> Bubblewrap:
+        # The node's own kind has been tried when it was chosen; a run may want another.
+        trouble = None if self.default == "bubblewrap" else self._trouble()
+        if trouble is not None:
+            raise EpisodeError(
+                Outcome.SANDBOX_FAILED,
+                f"the run's sandbox.kind is bubblewrap, but {trouble} on {socket.gethostname()}: see rollmill sandbox "
+                "doctor there",
+            )
+        groups = find_groups(self._settings.sandbox_cgroup)
+        if isinstance(groups, str):
+            logger.info(
+                "no control groups for sandboxes: %s. Their servers watch memory and count processes (rlimits); "
+                "rollmill sandbox doctor says how to get them",
+                groups,
+            )
+            return Bubblewrap()
+        return Bubblewrap(groups=groups)
 
 
 def _warn(why: str) -> None:

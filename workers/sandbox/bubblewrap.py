@@ -18,7 +18,9 @@ from pathlib import Path
 from common.config import SandboxKind
 from common.config_network import NetworkConfig
 from common.errors import EpisodeError
+from common.outcomes import Outcome
 from workers.sandbox import proxy_socket, seccomp
+from workers.sandbox.cgroup import Group, Groups
 from workers.sandbox.folder import AGENT_UID
 from workers.sandbox.launching import (
     PATH,
@@ -38,6 +40,7 @@ _SYSTEM_LINKS = ("/bin", "/sbin", "/lib", "/lib32", "/lib64", "/libx32")
 _SYSTEM_FILES = ("/etc/ld.so.cache", "/etc/alternatives")
 _STATE = "/.sandbox/state"
 _SERVER = "/.sandbox/server"
+_EVENTS = "/.sandbox/memory.events"
 
 _DISK = """
 set -e
@@ -61,13 +64,28 @@ class Bubblewrap:
 
     name: SandboxKind = "bubblewrap"
 
-    def __init__(self, limits: Limits | None = None, network: NetworkConfig = NO_NETWORK) -> None:
+    def __init__(
+        self, limits: Limits | None = None, network: NetworkConfig = NO_NETWORK, groups: Groups | None = None
+    ) -> None:
+        """`groups`: where each sandbox gets a control group; None = the server's own looks are its limits."""
         self.limits = limits or Limits()
         self.network = network
+        self._groups = groups
 
     def joined(self, network: NetworkConfig) -> Bubblewrap:
         """The same with another network."""
-        return Bubblewrap(self.limits, network)
+        return Bubblewrap(self.limits, network, self._groups)
+
+    def _group(self, handle: str) -> Group | None:
+        if self._groups is None:
+            return None
+        try:
+            return self._groups.make(handle, self.limits)
+        except OSError as error:
+            raise EpisodeError(
+                Outcome.SANDBOX_FAILED,
+                f"no control group can be made in {self._groups.folder}: {error.strerror}; see rollmill sandbox doctor",
+            ) from error
 
     def launch(self, folder: Path) -> Launched:
         ours, theirs = socket.socketpair()
@@ -77,6 +95,9 @@ class Bubblewrap:
             undo.callback(ours.close)
             stack.callback(os.close, report_fd)
             lent, lend_fd = self._lending(undo, stack)
+            group = self._group(folder.name)
+            if group is not None:
+                undo.callback(group.end)
             fds = {
                 "report": report_fd,
                 "passwd": memory_file(stack, PASSWD),
@@ -85,17 +106,17 @@ class Bubblewrap:
             if seccomp.is_known():
                 fds["filter"] = memory_file(stack, seccomp.program(has_ip=self.network.mode != "none"))
             # By a file, since the agent can read the command line of the sandbox's first process.
-            fds["options"] = memory_file(stack, "\0".join(_options(fds, self._environment())).encode())
+            fds["options"] = memory_file(stack, "\0".join(_options(fds, self._environment(), group)).encode())
             bwrap = ("bwrap", "--args", str(fds["options"]), "--")
             process = start(
-                [*_outside(folder, self.limits), *bwrap, *self._server(theirs, lend_fd)],
+                [*_outside(folder, self.limits, group), *bwrap, *self._server(theirs, lend_fd)],
                 env={"PATH": PATH},
                 cwd=Path("/"),
                 pass_fds=(*fds.values(), theirs.fileno(), *(() if lend_fd is None else (lend_fd,))),
                 remarks_fd=remarks.fd,
             )
             undo.pop_all()
-        return Launched(process=process, stream=ours, inner=status.inner, remarks=remarks.last, lent=lent)
+        return Launched(process=process, stream=ours, inner=status.inner, remarks=remarks.last, lent=lent, group=group)
 
     def _lending(self, undo: ExitStack, stack: ExitStack) -> tuple[socket.socket | None, int | None]:
         """Our end of the way by which the proxy's socket comes, and the number of theirs."""
@@ -129,7 +150,9 @@ class Bubblewrap:
             launched = self.launch(folder)
         except EpisodeError as error:
             return f"bubblewrap does not work here: {error.detail}"
-        with launched.process as process, launched.stream as stream:
+        with launched.process as process, launched.stream as stream, ExitStack() as stack:
+            if launched.group is not None:
+                stack.callback(launched.group.end)
             stream.settimeout(PROBE_TIMEOUT_S)
             try:
                 works = bool(stream.recv(1))
@@ -165,17 +188,18 @@ class _Status:
         os.close(self._fd)
 
 
-def _outside(folder: Path, limits: Limits) -> tuple[str, ...]:
+def _outside(folder: Path, limits: Limits, group: Group | None) -> tuple[str, ...]:
     """The sandbox's disk, and an ordinary user before bubblewrap: root in it would own the system's files."""
     as_root = os.geteuid() == 0
     owner = f"{AGENT_UID}:{AGENT_UID}" if as_root else "0:0"
     unshare = ("unshare", *(() if as_root else ("--user", "--map-root-user")), "--mount", "--propagation=private")
     disk = ("sh", "-c", _DISK, "sh", str(folder), str(limits.disk_bytes), str(limits.num_inodes), owner)
     identity = ("setpriv", f"--reuid={AGENT_UID}", f"--regid={AGENT_UID}", "--clear-groups") if as_root else ()
-    return (*unshare, *disk, *identity)
+    enter = () if group is None else ("sh", "-c", 'echo 0 >"$0" && exec "$@"', str(group.entrance))
+    return (*enter, *unshare, *disk, *identity)
 
 
-def _options(fds: dict[str, int], environment: Mapping[str, str]) -> list[str]:
+def _options(fds: dict[str, int], environment: Mapping[str, str], group: Group | None) -> list[str]:
     return [
         *("--unshare-user", "--disable-userns", "--unshare-pid", "--unshare-net", "--unshare-ipc", "--unshare-uts"),
         *("--unshare-cgroup", "--die-with-parent", "--new-session", "--as-pid-1"),
@@ -185,6 +209,7 @@ def _options(fds: dict[str, int], environment: Mapping[str, str]) -> list[str]:
         *("--ro-bind-data", str(fds["passwd"]), "/etc/passwd", "--proc", "/proc", "--dev", "/dev"),
         *("--bind", "/mnt/shm", "/dev/shm", "--remount-ro", "/dev", "--bind", "/mnt/tmp", "/tmp"),
         *("--bind", "/mnt/state", _STATE, "--ro-bind-data", str(fds["server"]), _SERVER),
+        *(() if group is None else ("--ro-bind-try", str(group.events), _EVENTS)),
         *("--bind", "/mnt/workspace", "/workspace", "--chdir", "/workspace", "--remount-ro", "/"),
         "--clearenv",
         *(word for name, value in environment.items() for word in ("--setenv", name, value)),

@@ -39,7 +39,7 @@ KILL_WAIT_S = 5.0
 NICENESS = 5
 """So that commands do not keep the worker itself waiting."""
 NO_SHELL = 126
-OUT_OF_MEMORY = ("/sys/fs/cgroup/memory.events", "/sys/fs/cgroup/memory/memory.oom_control")
+OUT_OF_MEMORY = ("/.sandbox/memory.events", "/sys/fs/cgroup/memory.events", "/sys/fs/cgroup/memory/memory.oom_control")
 PR_SET_DUMPABLE, PR_SET_CHILD_SUBREAPER = 4, 36
 WHOLE = b"\n#whole\n"
 """Ends a saved state that was written to its end."""
@@ -561,6 +561,10 @@ def main(arguments: list[str]) -> int:
         import tempfile
 
         own_folder = config["state_folder"] = tempfile.mkdtemp(prefix="rollmill-")
+    if not os.access(SHELL, os.X_OK):
+        # Else each command would fail, as if it were the agent's fault.
+        sys.stderr.write("there is no %s, which runs the commands: add it to the image, or install it\n" % SHELL)
+        return 1
     server = Server(in_fd, out_fd, config)
     signal.signal(signal.SIGTERM, signal.SIG_DFL if os.getpid() == 1 else _go)
     try:

@@ -5,6 +5,7 @@ After a command has run, the agent decides what lies in its folder. Nothing here
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 from collections.abc import Mapping
@@ -18,6 +19,8 @@ from workers.sandbox.owners import Owners
 
 AGENT_UID = 65_432
 """User and group of commands when the worker is root: an id that Debian reserves and gives to nobody."""
+_FULL = "the node's disk is full: free room there, or set ROLLMILL_DATA_DIR to another disk"
+_REMEDIES = {errno.ENOSPC: _FULL, errno.EDQUOT: _FULL}
 _HANDLE = re.compile(r"[0-9]{1,19}-[0-9]{1,9}")
 _OPEN_FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 
@@ -71,7 +74,10 @@ class SandboxFolders:
                 Outcome.HANDLER_FAILED, f"the sandbox's files {sorted(files)} collide: {error}"
             ) from error
         except OSError as error:
-            raise EpisodeError(Outcome.SANDBOX_FAILED, f"cannot make sandbox {handle}: {error}") from error
+            remedy = _REMEDIES.get(error.errno or 0, "see that the worker may write there")
+            raise EpisodeError(
+                Outcome.SANDBOX_FAILED, f"cannot make sandbox {handle} in {self.root}: {error.strerror}: {remedy}"
+            ) from error
 
     def require(self, handle: str) -> Path:
         """The folder, which must be there. Raises EpisodeError."""

@@ -20,6 +20,7 @@ from typing import Any
 
 from common.errors import EpisodeError
 from common.outcomes import Outcome
+from workers.sandbox.cgroup import Group
 
 END_WAIT_S = 1.0
 KILL_WAIT_S = 5.0
@@ -92,12 +93,18 @@ class Owned:
     expires: float | None = None
     """In seconds of Unix time: the sweep ends what is older, its worker alive or not. None = never."""
 
+    cgroup: str | None = None
+    """Folder of the control group that they are in; None = there is none."""
+
     def is_lost(self, now: float) -> bool:
         """Whether nobody needs it any more; only where it is not foreign. `now` in seconds of Unix time."""
         return not self.worker.is_alive or (self.expires is not None and now > self.expires)
 
     def end(self) -> bool:
         """Whether nothing is left of them."""
+        return self._end_processes() and (self.cgroup is None or Group(path=Path(self.cgroup)).end())
+
+    def _end_processes(self) -> bool:
         if self.inner is not None:
             self.inner.end(signal.SIGKILL, wait_s=KILL_WAIT_S)
             return self.outer.end(signal.SIGTERM, wait_s=END_WAIT_S) or self._kill()
@@ -201,7 +208,8 @@ def _owned(fields: dict[str, Any]) -> Owned:
     worker, outer = identity("worker"), identity("outer")
     assert worker is not None
     assert outer is not None
-    return Owned(worker=worker, outer=outer, inner=identity("inner"), expires=fields.get("expires"))
+    left = {name: fields.get(name) for name in ("expires", "cgroup")}
+    return Owned(worker=worker, outer=outer, inner=identity("inner"), **left)
 
 
 @cache

@@ -77,7 +77,7 @@ class ProcessServer:
             self._record.remove()
 
     async def died_of_memory(self) -> bool:
-        return False
+        return self._launched is not None and await self._launched.died_of_memory()
 
     def explain(self, why: str) -> str:
         remarks = "" if self._launched is None else self._launched.remarks()
