@@ -1,4 +1,4 @@
-"""A node that cannot give what was asked for: INIT says so, as infrastructure, and what to do. See test_containers too."""
+"""A node that cannot give what was asked for: INIT says so, as infrastructure, and what to do."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def test_an_unknown_kind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     with pytest.raises(SetupError, match=r"ROLLMILL_SANDBOX='jail': .*'bubblewrap'"):
         load_settings()
     run = tmp_path / "run.toml"
-    run.write_text('name = "a"\nhandler = "shell"\nnum_tasks = 1\n[sandbox]\nkind = "jail"\n')
+    run.write_text('name = "a"\nmodel = "m"\n[sandbox]\nkind = "jail"\n')
     with pytest.raises(SetupError, match=r"sandbox.kind.*'bubblewrap'.*jail"):
         load_run_config(run)
 
