@@ -61,7 +61,7 @@ check: $(VENV)/.dev ## lint, types, import contracts, unit tests
 	@$(BIN)/mypy
 	@$(BIN)/lint-imports --no-cache
 	@$(BIN)/python -m pytest tests/unit tests/contracts -q -n 2 --dist loadfile \
-		-m "not robustness and not attack" $(ARGS)
+		-m "not robustness and not attack and not cheat" $(ARGS)
 
 services: ## install RabbitMQ, bubblewrap, Docker and Podman from Debian's packages where that is allowed
 	@sh tests/install_services.sh
@@ -69,11 +69,12 @@ services: ## install RabbitMQ, bubblewrap, Docker and Podman from Debian's packa
 test: $(VENV)/.dev services check test-sandbox ## everything: check, then the tests on real services and the whole loop
 	@$(BIN)/python -m pytest tests/e2e tests/integration -n 2 --dist loadfile $(ARGS)
 
-test-sandbox: $(VENV)/.dev services ## what agents do to a shell, and attacks on the sandbox; each must be stopped
-	@SANDBOX_FIGURES=1 $(BIN)/python -m pytest tests/unit/workers/sandbox -q -rsfE -m "robustness or attack" $(ARGS)
+test-sandbox: $(VENV)/.dev services ## what agents do to a shell, attacks on the sandbox, cheats in EVAL; each must be stopped
+	@SANDBOX_FIGURES=1 $(BIN)/python -m pytest tests/unit/workers/sandbox -q -rsfE -m "robustness or attack or cheat" $(ARGS)
 
 test-trainer: $(VENV)/.trl ## the trainer's unit tests and crash tests, then its losses in other packings and against TRL's
-	@$(BIN)/python -m pytest tests/unit/trainer tests/integration/test_own_trainer.py -q
+	@$(BIN)/python -m pytest tests/unit/trainer tests/integration/test_own_trainer.py \
+		tests/integration/test_distillation.py -q
 	@$(BIN)/python -m pytest tests/integration/test_restore.py tests/integration/test_trainer_crashes.py -q
 	@$(BIN)/python -m benchmarks.trainer_check $(ARGS)
 

@@ -22,7 +22,8 @@ from common.config import TINY_MODELS, RolloutConfig, RunConfig, TrainConfig
 from common.db.steps import ScoredGroup
 from common.episode import FinishReason, Sampled, ScoredEpisode, ToolCall, Turn, TurnTokens, VersionSpan
 from trainer.loop import prepare
-from trainer.policy import Policy, load_model
+from trainer.modelling import load_model
+from trainer.policy import Policy
 from workers.agent import Agent, Generated, Played
 from workers.engine.batch import Batch
 from workers.engine.checkpoint import expected_shapes, read_config, read_eos_ids, read_tensors

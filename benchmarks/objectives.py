@@ -30,6 +30,7 @@ PENALTIES = (
     {"kl": "loss", "kl_coefficient": 0.1, "kl_estimator": "k2"},
     {"kl": "loss", "kl_coefficient": 0.1, "kl_estimator": "k3", "entropy_coefficient": 0.01},
 )
+TEACHER = {"distill": {"teacher": "any", "weight": 0.5}}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,6 +42,7 @@ class Row:
     behaviour_L: torch.Tensor
     anchor_L: torch.Tensor
     reference_L: torch.Tensor
+    teacher_L: torch.Tensor
     entropies_L: torch.Tensor
     """A leaf."""
     mask_L: torch.Tensor
@@ -53,7 +55,7 @@ class Row:
 
     def to(self, dtype: torch.dtype) -> Row:
         """The same numbers in another precision, with leaves of their own."""
-        floats = ("logprobs_L", "behaviour_L", "anchor_L", "reference_L", "entropies_L")
+        floats = ("logprobs_L", "behaviour_L", "anchor_L", "reference_L", "teacher_L", "entropies_L")
         changed = replace(self, **{name: getattr(self, name).detach().to(dtype, copy=True) for name in floats})
         changed.logprobs_L.requires_grad_()
         changed.entropies_L.requires_grad_()
@@ -77,7 +79,10 @@ class Computed:
 
 def objectives() -> list[TrainConfig]:
     """All kinds, once each."""
-    kinds = itertools.product(LOSSES, AVERAGES, CORRECTIONS, PENALTIES)
+    kinds = [
+        *itertools.product(LOSSES, AVERAGES, CORRECTIONS, PENALTIES),
+        *itertools.product(LOSSES, CORRECTIONS, [TEACHER]),
+    ]
     return [TrainConfig.model_validate({key: value for part in kind for key, value in part.items()}) for kind in kinds]
 
 
@@ -106,6 +111,7 @@ def random_rows(*, num_rows: int, seed: int, num_episodes: int | None = None) ->
             behaviour_L=_poisoned(behaviour_L, mask_L),
             anchor_L=_poisoned(anchor_L, mask_L),
             reference_L=_poisoned(behaviour_L + noise(length, scale=0.3), mask_L),
+            teacher_L=_poisoned(behaviour_L.flip(0), mask_L),
             entropies_L=_poisoned(torch.rand(length, generator=generator) * 2, mask_L),
             mask_L=mask_L,
             advantage=advantages[episode],
@@ -157,6 +163,7 @@ def batch_loss(
         reference_logprobs_BL=padded((row.reference_L for row in rows), fill=torch.nan),
         entropies_BL=padded((row.entropies_L for row in rows), fill=torch.nan),
         episode_tokens_B=torch.tensor([tokens[row.episode] for row in rows]),
+        teacher_logprobs_BL=padded((row.teacher_L for row in rows), fill=torch.nan),
     )
     return loss_B.sum()
 

@@ -98,7 +98,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Exit code 1 = the kind does not work here. `docker` takes engine and image from the ROLLMILL_ variables."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.sandbox", description=__doc__)
     parser.add_argument("--episodes", type=int, default=24, help="of each kind, alone, and as many eight at once")
-    parser.add_argument("--kind", choices=["bubblewrap", "docker", "restricted"], default="bubblewrap")
+    parser.add_argument("--kind", choices=["bubblewrap", "docker", "subprocess"], default="bubblewrap")
     arguments = parser.parse_args(argv)
     with tempfile.TemporaryDirectory() as data_dir:
         try:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import sys
+from collections import deque
 
 from aiohttp import web
 
@@ -23,18 +24,17 @@ CHOICE = {
 
 
 class StubEngine:
-    """Holds requests back until it is told to release them; otherwise answers each after ANSWER_S."""
+    """Holds the latest requests back, so many, until it is told to release them; or answers each after ANSWER_S."""
 
     def __init__(self) -> None:
-        self.holds = False
+        self.max_held = 0
+        self.held: deque[asyncio.Future[None]] = deque()
         self.num_open = 0
         self.max_open = 0
-        self.opened = asyncio.Event()
 
     async def start(self, request: web.Request) -> web.Response:
-        """Count anew, and hold requests back from now on, or don't."""
-        self.holds, self.max_open = request.query["hold"] == "1", 0
-        self.opened = asyncio.Event()
+        """Count anew, and hold so many requests back from now on."""
+        self.max_held, self.max_open = int(request.query["hold"]), 0
         return web.Response()
 
     async def open(self, _: web.Request) -> web.Response:
@@ -42,19 +42,26 @@ class StubEngine:
         return web.json_response({"open": self.num_open, "max_open": self.max_open})
 
     async def release(self, _: web.Request) -> web.Response:
-        self.opened.set()
+        self._release(0)
         return web.Response()
 
     async def generate(self, request: web.Request) -> web.Response:
         await request.read()
         self.num_open += 1
         self.max_open = max(self.max_open, self.num_open)
-        if self.holds:
-            await self.opened.wait()
+        if self.max_held:
+            held = asyncio.get_running_loop().create_future()
+            self.held.append(held)
+            self._release(self.max_held)
+            await held
         else:
             await asyncio.sleep(ANSWER_S)
         self.num_open -= 1
         return web.json_response({"choices": [CHOICE]})
+
+    def _release(self, num_left: int) -> None:
+        while len(self.held) > num_left:
+            self.held.popleft().set_result(None)
 
 
 async def serve(num_files: int) -> None:

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import tomllib
 from pathlib import Path
-from typing import Literal, Self
+from typing import Annotated, Literal, Self
 
 from pydantic import (
+    BeforeValidator,
     Field,
     JsonValue,
     ValidationError,
     model_validator,
 )
 
+from common.config_distill import DistillConfig
 from common.config_errors import first_problem
 from common.config_network import NetworkConfig
 from common.config_section import Section
@@ -23,8 +25,13 @@ from common.storable import MAX_COUNT, MAX_SMALL_COUNT
 TINY_MODELS = Path(__file__).parent / "models"
 
 
-SandboxKind = Literal["bubblewrap", "docker", "restricted"]
-"""docs/sandbox.md says what keeps commands in with each. `restricted` has no walls."""
+def by_its_name(kind: object) -> object:
+    """A kind of sandbox as it is called now."""
+    return "subprocess" if kind == "restricted" else kind
+
+
+SandboxKind = Annotated[Literal["bubblewrap", "docker", "apptainer", "subprocess"], BeforeValidator(by_its_name)]
+"""docs/sandbox.md says what keeps commands in with each. `subprocess`, once called `restricted`, has no walls."""
 InFlight = Literal["keep", "wait", "abort"]
 Advantage = Literal["grpo", "dr_grpo", "rloo", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "pass_at_k"]
 
@@ -113,10 +120,10 @@ class TrainConfig(Section):
     trained: the start weights are evaluated."""
     max_staleness: int = Field(default=1, ge=0)
     """Largest allowed (version being trained - oldest version among an episode's tokens). 0 = synchronous."""
-    late_groups: Literal["drop", "wait"] = "drop"
-    """What becomes of groups that take so long that max_staleness would be exceeded: they are dropped when they are
-    complete, so that the policy never learns from its longest episodes; or the step that would make them too old waits
-    for them."""
+    late_groups: Literal["wait", "drop"] = "wait"
+    """What becomes of groups that take so long that max_staleness would be exceeded: the step that would make them too
+    old waits for them; or they are dropped when they are complete, which is faster, but the policy then hardly ever
+    learns from its longest episodes."""
     minibatches: int = Field(default=2, ge=1)
     """Optimizer steps per training step."""
     keep_version_every: int | None = Field(default=None, ge=1)
@@ -196,6 +203,8 @@ class TrainConfig(Section):
     """Schulman's estimators. k1 has no gradient in the mean, so it is for kl = "reward" alone."""
     entropy_coefficient: float = Field(default=0.0, ge=0)
     """Weight of the entropy bonus in nats; 0 = none."""
+    distill: DistillConfig | None = None
+    """On-policy distillation from a teacher; None = there is none."""
     overlong_tokens: int | None = Field(default=None, ge=1)
     """Sampled tokens of an episode from which on its reward is 1 less (DAPO, soft overlong punishment); None = no such
     penalty. Advantages are of the rewards with the penalty, but equal rewards are those that are equal without it."""
@@ -253,6 +262,15 @@ class TrainConfig(Section):
             raise ValueError(
                 f'correction = "none" with max_staleness = {self.max_staleness} trains episodes of older versions as '
                 "if they were new: correct them, or set allow_uncorrected = true"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _distilling_fits(self) -> Self:
+        if self.distill is not None and not self.distill.with_rewards and self.zero_variance == "refill":
+            raise ValueError(
+                'zero_variance = "refill" drops groups of equal rewards, and distill.with_rewards = false learns '
+                'nothing from rewards: take zero_variance = "train"'
             )
         return self
 
@@ -349,7 +367,9 @@ class SandboxConfig(Section):
     kind: SandboxKind | None = None
     """None = as ROLLMILL_SANDBOX of the fleets' nodes says; "docker" for an image."""
     image: str | None = Field(default=None, min_length=1)
-    """Image of Docker or Podman, with bash and python3, for tasks that name none; None = ROLLMILL_SANDBOX_IMAGE."""
+    """Image with bash and python3, for tasks that name none; None = ROLLMILL_SANDBOX_IMAGE.
+
+    A name that Docker or Podman knows; a file or folder for kind = "apptainer"."""
     network: NetworkConfig = NetworkConfig()
     """What commands reach, for tasks that say nothing of it."""
     lifetime_s: float = Field(default=86_400.0, gt=0)
@@ -357,8 +377,10 @@ class SandboxConfig(Section):
 
     @model_validator(mode="after")
     def _image_fits(self) -> Self:
-        if self.image is not None and self.kind not in (None, "docker"):
-            raise ValueError(f'image = {self.image!r} has no effect with kind = {self.kind!r}: take "docker"')
+        if self.image is not None and self.kind not in (None, "docker", "apptainer"):
+            raise ValueError(
+                f'image = {self.image!r} has no effect with kind = {self.kind!r}: take "docker" or "apptainer"'
+            )
         return self
 
 
@@ -421,6 +443,16 @@ class RunConfig(Section):
             raise ValueError(
                 f"sandbox.lifetime_s = {self.sandbox.lifetime_s:g} must be more than rollout.episode_timeout_s = "
                 f"{self.rollout.episode_timeout_s:g}: agents could end their attempts by taking their time"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _teacher_fits(self) -> Self:
+        distill, temperature = self.train.distill, self.rollout.temperature
+        if distill is not None and distill.is_server and temperature != 1:
+            raise ValueError(
+                f"train.distill.teacher = {distill.teacher} says the log-probs of temperature 1, and "
+                f"rollout.temperature = {temperature}: take 1, or give the folder of the teacher's model"
             )
         return self
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+from typing import get_args
 
 from pydantic import BaseModel, ValidationError
 
@@ -24,8 +25,8 @@ def _nearest(location: tuple[int | str, ...], document: type[BaseModel]) -> str:
     *sections, name = (str(part) for part in location)
     owner = document
     for section in sections:
-        kind = owner.model_fields[section].annotation
-        if not (isinstance(kind, type) and issubclass(kind, BaseModel)):
+        kind = _section(owner.model_fields[section].annotation)
+        if kind is None:
             break
         owner = kind
     near = difflib.get_close_matches(name, owner.model_fields, n=1)
@@ -34,9 +35,13 @@ def _nearest(location: tuple[int | str, ...], document: type[BaseModel]) -> str:
     if elsewhere := [
         f"{section}.{name}"
         for section, field in document.model_fields.items()
-        if isinstance(field.annotation, type)
-        and issubclass(field.annotation, BaseModel)
-        and name in field.annotation.model_fields
+        if (kind := _section(field.annotation)) is not None and name in kind.model_fields
     ]:
         return f"did you mean {elsewhere[0]}?"
     return f"known are {', '.join(owner.model_fields)}"
+
+
+def _section(annotation: object) -> type[BaseModel] | None:
+    """The section that a field is, or may be; None = it is a value."""
+    kinds = (annotation, *get_args(annotation))
+    return next((kind for kind in kinds if isinstance(kind, type) and issubclass(kind, BaseModel)), None)

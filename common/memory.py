@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 
 from common.config import RunConfig
-from common.model_folder import ModelShape
+from common.config_distill import DistillConfig
+from common.model_folder import ModelShape, read_model_shape
 
 FLOAT32_BYTES = 4
 LORA_MODULES = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
@@ -24,7 +26,7 @@ class MemoryEstimate:
     optimizer: int
     """AdamW's two moments."""
     reference: int
-    """The copy of the start weights that a KL term needs; 0 without."""
+    """The copy of the start weights that a KL term needs, and a teacher that is no server; 0 without."""
     activations: int
     """Of one micro-batch, kept for the backward pass."""
     logits: int
@@ -64,8 +66,14 @@ def estimate_memory(config: RunConfig, shape: ModelShape) -> MemoryEstimate | No
         gradients=trained,
         optimizer=2 * trained,
         # Under an adapter lie the start weights.
-        reference=0 if train.kl == "none" or train.lora_rank is not None else weights,
+        reference=(0 if train.kl == "none" or train.lora_rank is not None else weights) + _teacher(train.distill),
         activations=activation_bytes * positions * kept,
         logits=FLOAT32_BYTES * LOGIT_COPIES * min(positions * shape.vocab_size, train.max_logits),
         positions=positions,
     )
+
+
+def _teacher(distill: DistillConfig | None) -> int:
+    if distill is None or distill.is_server:
+        return 0
+    return FLOAT32_BYTES * (read_model_shape(Path(distill.teacher)).num_parameters or 0)

@@ -23,6 +23,8 @@ class Outcome(StrEnum):
     (A command that is stopped for its memory alone is a tool result, and the episode goes on.)"""
     AGENT_TIMEOUT = "agent_timeout"
     """The episode used up its time budget in RUN; it is scored with what it has."""
+    TAMPERED = "tampered"
+    """EVAL found that the agent made tests pass which can't: a reward of 0, whatever RUN's outcome was."""
 
     SANDBOX_FAILED = "sandbox_failed"
     """The sandbox could not be made, or died under the agent."""
@@ -54,5 +56,6 @@ AGENT_OUTCOMES = frozenset(
         Outcome.FORMAT_ERROR,
         Outcome.AGENT_TIMEOUT,
         Outcome.MEMORY_LIMIT,
+        Outcome.TAMPERED,
     }
 )

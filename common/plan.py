@@ -115,6 +115,9 @@ def _objective(config: RunConfig) -> Iterator[tuple[str, str]]:
         terms.append(f"{train.kl_coefficient:g} x KL ({train.kl_estimator}) in the {train.kl}")
     if train.entropy_coefficient:
         terms.append(f"{train.entropy_coefficient:g} x entropy bonus")
+    if train.distill is not None:
+        of = "rewards and " if train.distill.with_rewards else "nothing but "
+        terms.append(f"advantages of {of}{train.distill.weight:g} x what {train.distill.teacher} thinks of each token")
     if train.overlong_tokens:
         terms.append(f"length penalty up to {train.overlong_tokens:,} tokens, over the last {train.overlong_buffer:,}")
     if train.truncated == "mask":
@@ -164,7 +167,7 @@ def _memory(estimate: MemoryEstimate | None) -> Iterator[tuple[str, str]]:
         return
     yield "memory", f"about {_size(estimate.total)} of tensors in the trainer, on one rank:"
     yield "", f"parameters {_size(estimate.parameters)}, gradients {_size(estimate.gradients)},"
-    yield "", f"AdamW {_size(estimate.optimizer)}, copy of the start weights {_size(estimate.reference)},"
+    yield "", f"AdamW {_size(estimate.optimizer)}, start weights or teacher beside it {_size(estimate.reference)},"
     yield (
         "",
         f"a micro-batch of {estimate.positions:,} ids: activations {_size(estimate.activations)}, "

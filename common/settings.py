@@ -7,11 +7,12 @@ import os
 import re
 from functools import lru_cache
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
-from pydantic import Field, ValidationError, ValidationInfo, field_validator
+from pydantic import BeforeValidator, Field, ValidationError, ValidationInfo, field_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
+from common.config import by_its_name
 from common.errors import SetupError
 from common.queues import QueueKind
 from common.storable import MAX_SMALL_COUNT, check_time
@@ -71,11 +72,13 @@ class Settings(BaseSettings):
     """Port on which the trainer serves its metrics for Prometheus; None = it does not."""
     metrics_host: str = "127.0.0.1"
     """Address of that port; 0.0.0.0 = all of this machine's, where Prometheus runs elsewhere."""
-    sandbox: Literal["auto", "bubblewrap", "docker", "restricted"] = "auto"
+    sandbox: Annotated[
+        Literal["auto", "bubblewrap", "docker", "apptainer", "subprocess"], BeforeValidator(by_its_name)
+    ] = "auto"
     """Where agents' commands run, unless their run or task says otherwise. `auto` = bubblewrap where it works, else
-    `restricted`, which has no walls and warns; the other names are for that kind and no other."""
+    `subprocess`, which has no walls and warns; the other names are for that kind and no other."""
     sandbox_image: str | None = None
-    """Image of `docker` for tasks and runs that name none. It needs bash and python3."""
+    """Image of `docker` or `apptainer` for tasks and runs that name none. It needs bash and python3."""
     sandbox_pull: Literal["missing", "always", "never"] = "missing"
     """When `docker` pulls an image: when the engine has none of that name, once a process, or never."""
     sandbox_runtime: str | None = None

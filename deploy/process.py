@@ -53,6 +53,8 @@ class ProcessSpec:
     death_signal: Signals = Signals.SIGKILL
     """What the process gets when the supervisor is killed."""
     identity: Identity = Identity.SAME
+    causes: Mapping[str, str] = field(default_factory=dict)
+    """Words in its log -> what they mean, to be told with an exit code that hides it."""
 
 
 class Process:
@@ -103,13 +105,22 @@ class Process:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self.pid, signal.SIGKILL)
 
+    def explain_end(self, exit_code: int) -> str:
+        """How it ended, in words, with what its log says of the cause."""
+        said = "\n".join(self._last_lines())
+        return " ".join(
+            [explain_exit(exit_code), *(cause for words, cause in self.spec.causes.items() if words in said)]
+        )
+
     def log_tail(self) -> str:
         """The last lines that it wrote since its start, indented."""
+        return "\n".join(f"    {line}" for line in self._last_lines()[-TAIL_LINES:])
+
+    def _last_lines(self) -> list[str]:
         with self.log_file.open("rb") as log:
             size = log.seek(0, os.SEEK_END)
             log.seek(max(self._log_start, size - TAIL_BYTES))
-            lines = log.read().decode(errors="replace").splitlines()
-        return "\n".join(f"    {line}" for line in lines[-TAIL_LINES:])
+            return log.read().decode(errors="replace").splitlines()
 
 
 def tied_argv(argv: Sequence[str], *, death_signal: Signals, identity: Identity) -> list[str]:

@@ -24,7 +24,7 @@ from typing import Self
 from common.errors import RollmillError, SetupError
 from deploy.folder import DataFolder
 from deploy.leftovers import end_leftovers, mark_of, remove_record, write_record
-from deploy.process import Process, ProcessSpec, Restart, explain_exit
+from deploy.process import Process, ProcessSpec, Restart
 from deploy.procfs import all_stats, read_stat
 
 logger = logging.getLogger(__name__)
@@ -205,7 +205,7 @@ class Supervisor:
             for unit in starting:
                 exit_code = unit.process.exit_code()
                 if exit_code is not None:
-                    raise unit.failure(f"{explain_exit(exit_code)} before it was ready")
+                    raise unit.failure(f"{unit.process.explain_end(exit_code)} before it was ready")
                 unit.check_ready()
                 if unit.is_late():
                     raise unit.failure(f"was not ready within {unit.spec.ready_timeout_s:.0f} s")
@@ -261,7 +261,7 @@ class Supervisor:
             unit.state = State.STARTING
 
     def _note_end(self, unit: Unit, exit_code: int) -> None:
-        unit.last_exit = explain_exit(exit_code)
+        unit.last_exit = unit.process.explain_end(exit_code)
         # What it left behind may hold its port or its files, so that goes before a restart.
         self._end_adopted()
         remove_record(self.folder.run, unit.spec.name)

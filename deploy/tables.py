@@ -48,7 +48,7 @@ def answer_table(answer: Answer, *, max_rows: int | None) -> Table:
 def engines_table(found: Sequence[EngineStatus]) -> Table:
     """Engines, one a row; why the last probe or load failed stands below its engine."""
     table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, header_style="dim")
-    for name in ("engine", "run", "state", "version", "answered", "loads", "refused", "failed"):
+    for name in ("engine", "run", "state", "version", "wire", "answered", "loads", "refused", "failed"):
         table.add_column(name, no_wrap=True)
     for one in found:
         version = "-" if one.version is None else str(one.version)
@@ -56,7 +56,7 @@ def engines_table(found: Sequence[EngineStatus]) -> Table:
             version += f" of {one.newest}"
         answered = "never" if one.healthy_s is None else f"{max(one.healthy_s, 0):.0f} s ago"
         counts = [str(count) for count in (one.num_loads, one.num_refusals, one.num_failures)]
-        table.add_row(one.url, one.run or "-", one.state.lower(), version, answered, *counts)
+        table.add_row(one.url, one.run or "-", one.state.lower(), version, one.wire or "-", answered, *counts)
         if one.error is not None:
             table.add_row(Text(f"  {one.error}", style="red"))
     if not found:

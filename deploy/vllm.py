@@ -18,6 +18,7 @@ ROOT = Path(__file__).parent.parent
 EXTENSION_DIR = ROOT / "workers" / "engine" / "vllm_plugin"
 """For PYTHONPATH: vLLM's processes import our extension, and nothing else of ours."""
 EXTENSION = "rollmill_vllm"
+FENCE = "rollmill_fence"
 DEFAULT_PYTHON = ROOT / ".venv-engine" / "bin" / "python"
 """What `make engine` makes."""
 START_TIMEOUT_S = 600.0
@@ -25,6 +26,8 @@ START_TIMEOUT_S = 600.0
 STOP_TIMEOUT_S = 15.0
 LOST_AFTER_S = 20.0
 """A server whose engine process died ends by itself, unless a request hangs in it: then it is there, deaf, for ever."""
+DEATHS = {"engine core exited unexpectedly": "after its engine process had died"}
+"""The API server then ends by itself, with exit code 0. Which signal it was, it does not say."""
 CPU_CACHE_BYTES = 256 << 20
 """Without a number vLLM's CPU build takes nearly all memory, or fails when it is in use."""
 LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
@@ -126,6 +129,7 @@ def vllm_spec(plan: VllmPlan, *, name: str = "engine") -> ProcessSpec:
         stop_timeout_s=STOP_TIMEOUT_S,
         # When we are killed it ends its own engine process, which a kill would leave behind with all its memory.
         death_signal=Signals.SIGTERM,
+        causes=DEATHS,
     )
 
 
@@ -141,6 +145,8 @@ def _command(plan: VllmPlan) -> list[str]:
         "--logprobs-mode": "processed_logprobs",
         "--worker-extension-cls": f"{EXTENSION}.WorkerExtension",
         "--weight-transfer-config": '{"backend": "rollmill"}',
+        # What a weight keeper that lost the engine still has under way is refused.
+        "--middleware": f"{FENCE}.Fence",
         # The sampling defaults are ours, not those of the model's generation_config.json.
         "--generation-config": "vllm",
     }

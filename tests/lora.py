@@ -10,7 +10,7 @@ from transformers import PreTrainedModel
 from common.config import TrainConfig
 from common.weights import Published, WeightStore
 from trainer.lora import adapter_writer, with_adapter
-from trainer.policy import load_model
+from trainer.modelling import load_model
 
 
 def make_adapted(base: Path, *, seed: int, rank: int = 4) -> PreTrainedModel:

@@ -23,6 +23,7 @@ from trainer.policy import Policy, TrainingError
 from trainer.publish import version_writer
 from trainer.ranks import Ranks
 from trainer.samples import Sample, make_samples
+from trainer.teacher import LoadedTeacher, with_teacher_logprobs
 from trainer.tiny import VOCAB_SIZE
 
 NUM_STEPS = 2
@@ -59,6 +60,8 @@ def play(policy: Policy, case: dict[str, Any], *, out: Path, start: Path) -> Non
     """Train some steps, one of them from a state put back, and write metrics, state and a version's folder."""
     rows = random_rows(lengths=case["lengths"], seed=1)
     advantages = {row.episode_id: 1.0 if row.episode_id % 2 else -0.5 for row in rows}
+    if (distill := policy.train.distill) is not None:
+        rows, _ = with_teacher_logprobs(rows, LoadedTeacher(Path(distill.teacher), start=start, policy=policy))
     if "broken" in case:
         advantages[case["broken"]] = float("nan")
     metrics = []

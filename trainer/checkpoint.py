@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 
 from common.errors import SetupError
@@ -23,12 +25,24 @@ class CheckpointDamaged(SetupError):
     """A checkpoint is missing, or is not what its manifest says. The message names the file."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class Owner:
+    """Whose checkpoints they are: a run of another database may have the same name. Written into each of them."""
+
+    made_at: str
+    """When the run was made, in ISO 8601 with microseconds; goes with the run into a copy of its database."""
+    database: str
+    """Its address without password, for people."""
+
+
 class CheckpointStore:
     """Checkpoints of one run, each a folder that is there whole or not at all."""
 
-    def __init__(self, root: Path, run: str) -> None:
+    def __init__(self, root: Path, run: str, *, owner: Owner | None = None) -> None:
+        """`owner` None = nothing is written of it, and nobody's checkpoints are refused."""
         self._store = WeightStore(root)
         self._run = run
+        self._owner = owner
 
     def path(self, version: int) -> Path:
         """The folder of the state that made `version`."""
@@ -37,7 +51,27 @@ class CheckpointStore:
     def save(self, version: int, tensors: Mapping[str, torch.Tensor]) -> Path:
         """Write the state that made `version`; returns its folder."""
         state = {name: tensor.contiguous() for name, tensor in tensors.items()}
-        return self._store.publish(self._run, version, lambda draft: save_file(state, draft / STATE_FILE)).path
+        owner = None if self._owner is None else asdict(self._owner)
+        return self._store.publish(
+            self._run, version, lambda draft: save_file(state, draft / STATE_FILE, metadata=owner)
+        ).path
+
+    def check_owner(self) -> None:
+        """Raise SetupError for checkpoints of a run that has only the name in common: they would be overwritten.
+
+        Those that say nothing of their owner pass, as do damaged ones, which are for `load` to judge.
+        """
+        if self._owner is None:
+            return
+        for number in self._store.numbers(self._run):
+            found = _metadata(self.path(number) / STATE_FILE)
+            if found.get("made_at", self._owner.made_at) != self._owner.made_at:
+                raise SetupError(
+                    f"{self.path(number)} is of run {self._run} of database {found.get('database')}, made "
+                    f"{found['made_at']}, and this is run {self._run} of database {self._owner.database}, made "
+                    f"{self._owner.made_at}: take another name or ROLLMILL_DATA_DIR, or delete "
+                    f"{self.path(number).parent} if nobody goes on with that run"
+                )
 
     def load(self, version: int) -> dict[str, torch.Tensor]:
         """The state that made `version`, read only if every byte is as it was written. Raises CheckpointDamaged."""
@@ -60,3 +94,12 @@ class CheckpointStore:
     def sweep(self) -> None:
         """Delete what a trainer left half written when it was killed."""
         self._store.sweep(self._run)
+
+
+def _metadata(file: Path) -> Mapping[str, str]:
+    """What stands beside the tensors; nothing where it cannot be read."""
+    try:
+        with safe_open(file, framework="pt") as opened:
+            return opened.metadata() or {}
+    except (OSError, SafetensorError):
+        return {}

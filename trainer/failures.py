@@ -1,4 +1,4 @@
-"""What the trainer does when something fails: outlast a database or store that is away, note why a step failed."""
+"""What the trainer does when something fails: outlast what is away, note why a step failed."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import TypeVar
 from common.db import step_troubles
 from common.db.session import Database
 from common.db.steps import Step
-from common.errors import DatabaseUnavailable, SetupError
+from common.errors import DatabaseUnavailable, RollmillError, SetupError
 from common.weights import WeightsUnavailable
 
 logger = logging.getLogger(__name__)
@@ -25,8 +25,19 @@ MAX_ERROR_CHARS = 300
 """An error of the driver names all its parameters; the whole of it is in the log."""
 
 
+class TeacherUnavailable(RollmillError):
+    """The teacher's server did not answer. Nothing was trained."""
+
+
+AWAY: dict[type[RollmillError], str] = {
+    DatabaseUnavailable: "database",
+    WeightsUnavailable: "weight store",
+    TeacherUnavailable: "teacher",
+}
+
+
 def outlast_outage(action: Callable[[], T], *, stop: threading.Event, limit_s: float) -> T | None:
-    """What `action` returns, called again while database or weight store is away; None = `stop` was set meanwhile.
+    """What `action` returns, called again while what it needs is away; None = `stop` was set meanwhile.
 
     The commit of a call that failed may have arrived: `action` must bear being done already. Waits for whichever is
     away, for `limit_s`; then raises SetupError.
@@ -35,8 +46,8 @@ def outlast_outage(action: Callable[[], T], *, stop: threading.Event, limit_s: f
     while True:
         try:
             return action()
-        except (DatabaseUnavailable, WeightsUnavailable) as error:
-            what = "database" if isinstance(error, DatabaseUnavailable) else "weight store"
+        except tuple(AWAY) as error:
+            what = next(name for kind, name in AWAY.items() if isinstance(error, kind))
             left_s = deadline - time.monotonic()
             if left_s <= 0:
                 raise SetupError(

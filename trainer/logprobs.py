@@ -116,6 +116,19 @@ class TokenScorer(torch.nn.Module):
         return logits_CV.log_softmax(dim=-1)
 
 
+def score_batch(
+    scorer: TokenScorer, batch: Batch, *, with_entropies: bool = False
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """[B, L] log-probs of the sampled tokens, and entropies before each, in nats; 0 elsewhere, or if not asked for.
+
+    They are where the batch is, however large the model and wherever it is: they are few.
+    """
+    logprobs_N, entropies_N = scorer(batch, with_entropies=with_entropies)
+    zeros_BL = torch.zeros(batch.mask_BL.shape)
+    logprobs_BL = zeros_BL.masked_scatter(batch.mask_BL, logprobs_N.cpu())
+    return logprobs_BL, zeros_BL if entropies_N is None else zeros_BL.masked_scatter(batch.mask_BL, entropies_N.cpu())
+
+
 def outside_nucleus(logits_CV: torch.Tensor, top_p: float) -> torch.Tensor:
     """[C, V] True outside the smallest set of likeliest tokens with at least `top_p` of the probability.
 

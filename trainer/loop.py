@@ -30,7 +30,7 @@ from common.outcomes import Outcome
 from common.weights import Published, VersionStore, WeightsDamaged, WeightsError, WeightsUnavailable
 from trainer.advantages import Advantages, step_advantages
 from trainer.check_input import check_groups, check_rows
-from trainer.checkpoint import CheckpointStore
+from trainer.checkpoint import CheckpointStore, Owner
 from trainer.evaluation import wait_for_evaluations
 from trainer.failures import noting_failures, outlast_outage
 from trainer.lora import adapter_writer
@@ -41,6 +41,7 @@ from trainer.restore import restore
 from trainer.rewards import group_rewards, is_trained
 from trainer.samples import Sample, make_samples, rows_by_episode, samples_digest
 from trainer.source import Work, wait_for_work
+from trainer.teacher import Teacher, make_teacher, with_teacher_logprobs
 from trainer.tracking import Tracker
 
 logger = logging.getLogger(__name__)
@@ -62,12 +63,14 @@ class Trainer:
     checkpoints: CheckpointStore
     broker_url: str
     tracker: Tracker = field(default_factory=lambda: Tracker(()))
+    teacher: Teacher | None = None
     outage_wait_s: float = OUTAGE_WAIT_S
-    """How long it waits for a database or weight store that is away when it has something to write; for groups it
-    waits without end."""
+    """How long it waits for a database, weight store or teacher that is away; for groups it waits without end."""
 
     def train(self, stop: threading.Event) -> bool:
         """Train until the run is over or `stop` is set; True = it is over."""
+        if not outlast_outage(self._check_teacher, stop=stop, limit_s=self.outage_wait_s):
+            return False
         version = outlast_outage(self.resume, stop=stop, limit_s=self.outage_wait_s)
         if version is None:
             return False
@@ -89,11 +92,17 @@ class Trainer:
         logger.info("run finished run=%d version=%d", self.run.id, version)
         return True
 
+    def _check_teacher(self) -> bool:
+        if self.teacher is not None:
+            self.teacher.check()
+        return True
+
     def resume(self) -> int:
         """Stand where the run stands: load the newest version's state, see that engines can load it; its number."""
         with self.database.begin() as conn:
             newest = versions.newest(conn, self.run.id)
         version = 0 if newest is None else newest.number
+        self.checkpoints.check_owner()
         self._sweep()
         if newest is not None and version > 0:
             restore(self.policy, self.checkpoints, newest)
@@ -140,6 +149,14 @@ class Trainer:
         sizes = self.policy.model.config.get_text_config()
         check_rows(samples, context=getattr(sizes, "max_position_embeddings", None), vocab_size=sizes.vocab_size)
         trained_samples = [sample for sample in samples if sample.episode_id not in advantages.left_out]
+        if (teacher := self.teacher) is not None:
+            asked = outlast_outage(
+                lambda: with_teacher_logprobs(trained_samples, teacher), stop=stop, limit_s=self.outage_wait_s
+            )
+            if asked is None:
+                return False
+            trained_samples, teacher_metrics = asked
+            metrics |= teacher_metrics | {"teacher_s": time.monotonic() - started}
         metrics |= self.policy.train_step(trained_samples, advantages.by_episode, version=version)
         trained = time.monotonic()
         with _writing():
@@ -240,12 +257,17 @@ def make_trainer(
     Raises SetupError when the model folder holds none, or nothing here can open `weights_url`.
     """
     weights = open_store(weights_url, folder=data_dir / "weights")
+    policy = Policy.load(run.config, ranks=ranks)
+    with database.begin() as conn:
+        made_at = runs.made_at(conn, run.id)
+    owner = Owner(made_at=made_at.isoformat(), database=database.engine.url.render_as_string())
     return Trainer(
         run=run,
         database=database,
-        policy=Policy.load(run.config, ranks=ranks),
+        policy=policy,
+        teacher=make_teacher(run.config, policy),
         weights=weights,
-        checkpoints=CheckpointStore(data_dir / "checkpoints", run.name),
+        checkpoints=CheckpointStore(data_dir / "checkpoints", run.name, owner=owner),
         broker_url=broker_url,
         tracker=tracker or Tracker(()),
     )

@@ -12,7 +12,8 @@ from dataclasses import dataclass
 import torch
 
 from common.config import TrainConfig
-from trainer.importance import MAX_LOG_RATIO, importance
+from trainer.distillation import with_teacher
+from trainer.importance import MAX_LOG_RATIO, Importance, importance
 from trainer.kl import kl_estimate
 
 
@@ -95,47 +96,41 @@ def policy_loss(
     reference_logprobs_BL: torch.Tensor | None = None,
     entropies_BL: torch.Tensor | None = None,
     episode_tokens_B: torch.Tensor | None = None,
+    teacher_logprobs_BL: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, TokenStats]:
     """[B] Sum over a row's sampled tokens of the objective, negated, divided as train.average says.
 
     The loss of a step is the sum over all its rows, whatever the batches they come in. A row without mask gives 0.
     logprobs_BL and entropies_BL have the gradient; the others are constants. reference_logprobs_BL is needed where
     train.kl = "loss", entropies_BL where train.entropy_coefficient > 0; both are divided as the rest, and not weighed
-    by importance. episode_tokens_B are the sampled tokens of all rows of a row's episode; None = each row is a whole
-    episode. Positions outside the mask may hold anything, NaN too; under it, NaN gives NaN in the loss of its row. An
-    infinite log-prob need not show in the loss, as the clip bounds its ratio: check the log-probs themselves.
+    by importance. teacher_logprobs_BL is needed with train.distill (distillation.py). episode_tokens_B are the sampled
+    tokens of all rows of a row's episode; None = each row is a whole episode. Positions outside the mask may hold
+    anything, NaN too; under it, NaN gives NaN in the loss of its row. An infinite log-prob need not show in the loss,
+    as the clip bounds its ratio: check the log-probs themselves.
 
     Tokens are weighed by anchor / behaviour (importance.py) where the anchor is not the behaviour policy: the decoupled
     objective of Hilton et al. 2022, "Batch size-invariance for policy optimization", section 3, used against staleness
     by Fu et al. 2025, "AReaL", the section on decoupled PPO. With anchor = behaviour that weight is exactly 1.
     """
-    logprobs = torch.where(mask_BL, logprobs_BL, 0.0)
-    behaviour = torch.where(mask_BL, behaviour_logprobs_BL, 0.0)
-    anchor = torch.where(mask_BL, anchor_logprobs_BL, 0.0)
+    logprobs, behaviour, anchor = (
+        torch.where(mask_BL, values_BL, 0.0) for values_BL in (logprobs_BL, behaviour_logprobs_BL, anchor_logprobs_BL)
+    )
     advantages = advantages_B[:, None].expand_as(logprobs)
-
+    if train.distill is not None:
+        assert teacher_logprobs_BL is not None
+        teacher = torch.where(mask_BL, teacher_logprobs_BL, 0.0)
+        advantages = with_teacher(advantages, anchor, teacher, distill=train.distill)
     ratio = _ratio(logprobs, anchor, mask=mask_BL, train=train)
     weights = importance(anchor, behaviour, train=train)
-    if train.loss == "cispo":
-        objective = _cispo(logprobs, ratio, advantages, train=train)
-    else:
-        objective = _clipped(ratio, advantages, train=train)
-    # 0 times an infinite objective would be NaN.
-    objective = torch.where(weights.is_masked_BL, 0.0, objective) * weights.weight_BL
-    reference_kl = torch.zeros_like(logprobs)
-    if train.kl == "loss":
-        assert reference_logprobs_BL is not None
-        assert train.kl_coefficient is not None
-        reference = torch.where(mask_BL, reference_logprobs_BL, 0.0)
-        reference_kl = kl_estimate(logprobs, reference, estimator=train.kl_estimator)
+    objective = _weighed(logprobs, ratio, advantages, weights, train=train)
+    reference_kl = _reference_kl(logprobs, reference_logprobs_BL, mask_BL=mask_BL, train=train)
+    if train.kl_coefficient is not None:
         objective = objective - train.kl_coefficient * reference_kl
     if train.entropy_coefficient > 0:
         assert entropies_BL is not None
         objective = objective + train.entropy_coefficient * torch.where(mask_BL, entropies_BL, 0.0)
     tokens_B = mask_BL.sum(dim=1) if episode_tokens_B is None else episode_tokens_B
-    divisors = _divisors(tokens_B, totals=totals, train=train)
-    loss_B = -torch.where(mask_BL, objective, 0.0).sum(dim=1) / divisors
-
+    loss_B = -torch.where(mask_BL, objective, 0.0).sum(dim=1) / _divisors(tokens_B, totals=totals, train=train)
     with torch.no_grad():
         stats = _stats(
             ratio[mask_BL],
@@ -150,7 +145,29 @@ def policy_loss(
 
 def needs_all_rows(train: TrainConfig) -> bool:
     """True where a row without advantage has a gradient all the same."""
-    return train.kl == "loss" or train.entropy_coefficient > 0
+    return train.kl == "loss" or train.entropy_coefficient > 0 or train.distill is not None
+
+
+def _weighed(
+    logprobs: torch.Tensor, ratio: torch.Tensor, advantages: torch.Tensor, weights: Importance, *, train: TrainConfig
+) -> torch.Tensor:
+    """The objective of train.loss times the importance weights."""
+    if train.loss == "cispo":
+        objective = _cispo(logprobs, ratio, advantages, train=train)
+    else:
+        objective = _clipped(ratio, advantages, train=train)
+    # 0 times an infinite objective would be NaN.
+    return torch.where(weights.is_masked_BL, 0.0, objective) * weights.weight_BL
+
+
+def _reference_kl(
+    logprobs: torch.Tensor, reference_BL: torch.Tensor | None, *, mask_BL: torch.Tensor, train: TrainConfig
+) -> torch.Tensor:
+    """KL(policy || start weights) of each token in nats; 0 where it is no term of the loss."""
+    if train.kl != "loss":
+        return torch.zeros_like(logprobs)
+    assert reference_BL is not None
+    return kl_estimate(logprobs, torch.where(mask_BL, reference_BL, 0.0), estimator=train.kl_estimator)
 
 
 def _ratio(logprobs: torch.Tensor, anchor: torch.Tensor, *, mask: torch.Tensor, train: TrainConfig) -> torch.Tensor:

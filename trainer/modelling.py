@@ -5,12 +5,14 @@ Legend: B rows of a batch, L positions of a row, P positions of all rows of a ba
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AttentionInterface, PreTrainedModel
+from transformers import AttentionInterface, AutoModelForCausalLM, PreTrainedModel
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.modeling_layers import GradientCheckpointingLayer
+from transformers.utils.logging import disable_progress_bar
 
 from common.config import TrainConfig
 from common.errors import SetupError
@@ -39,6 +41,20 @@ def set_up(model: PreTrainedModel, *, train: TrainConfig) -> PreTrainedModel:
             raise SetupError(f"train.attention = {train.attention!r}: {error}") from error
     if train.gradient_checkpointing:
         model.activation_checkpointing_enable()
+    return model
+
+
+def load_model(folder: Path) -> PreTrainedModel:
+    """The model of a folder in float32. Raises SetupError that names the folder."""
+    if not (folder / "config.json").is_file():
+        raise SetupError(f"model folder {folder} has no config.json: set `model` to a folder of Hugging Face format")
+    # stderr is the log.
+    disable_progress_bar()  # type: ignore[no-untyped-call]
+    try:
+        model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, local_files_only=True)
+    except (OSError, ValueError) as error:
+        raise SetupError(f"model folder {folder} cannot be loaded: {str(error).splitlines()[0]}") from error
+    assert isinstance(model, PreTrainedModel)
     return model
 
 

@@ -14,22 +14,22 @@ from typing import Self
 
 import numpy as np
 import torch
-from transformers import AutoModelForCausalLM, PreTrainedModel
-from transformers.utils.logging import disable_progress_bar
+from transformers import PreTrainedModel
 
 from common.config import RunConfig, TrainConfig
 from common.errors import RollmillError, SetupError
 from trainer.kl import kl_estimate
-from trainer.logprobs import TokenScorer
+from trainer.logprobs import TokenScorer, score_batch
 from trainer.lora import adapter_parameters, with_adapter, without_adapter
 from trainer.losses import StepTotals, TokenStats, needs_all_rows, policy_loss
-from trainer.modelling import recompute_layers, set_up
+from trainer.modelling import load_model, recompute_layers, set_up
+from trainer.probe import probe
 from trainer.ranks import Ranks, on_all_ranks
 from trainer.samples import (
     Batch,
+    RowKey,
     Sample,
     deal,
-    fresh_mask,
     microbatches,
     num_tokens_by_episode,
     pad,
@@ -37,9 +37,6 @@ from trainer.samples import (
     without_sampled,
 )
 from trainer.sharding import shard, spread_like, whole
-
-NUM_PROBED = 32
-"""Rows whose log-probs are compared with the engine's at the start of a step."""
 
 
 class TrainingError(RollmillError):
@@ -74,9 +71,13 @@ class Policy:
         seed: int,
         top_p: float = 1.0,
         reference: PreTrainedModel | None = None,
+        teacher: PreTrainedModel | None = None,
         ranks: Ranks | None = None,
     ) -> None:
-        """`reference` has the start weights; None where train.kl = "none", or where they are under an adapter."""
+        """`reference` has the start weights; None where train.kl = "none", or where they are under an adapter.
+
+        `teacher` is that of train.distill; None where there is none, or where it is a server.
+        """
         # Without dropout: the ratio to the behaviour log-probs must be 1 where the weights are the same.
         self.model: PreTrainedModel = set_up(model, train=train).eval()  # type: ignore[no-untyped-call]
         recompute_layers(self.model)
@@ -84,10 +85,9 @@ class Policy:
         self.seed = seed
         self.ranks = ranks or Ranks.alone()
         self._scorer = self._make_scorer(self.model, temperature=temperature, top_p=top_p)
-        self.reference = None
-        if reference is not None:
-            reference = set_up(reference, train=train).eval()  # type: ignore[no-untyped-call]
-            self.reference = self._make_scorer(reference, temperature=temperature, top_p=top_p)
+        self.reference = self._make_frozen(reference, temperature=temperature, top_p=top_p)
+        # A token outside the teacher's nucleus has a log-prob all the same, and a bad one.
+        self.teacher = self._make_frozen(teacher, temperature=temperature, top_p=1.0)
         # An optimizer that knew the frozen weights would save no state for them, and miss it when it is restored.
         self.optimizer = torch.optim.AdamW(
             self._trained().values(), lr=train.learning_rate, betas=(train.beta1, train.beta2), weight_decay=0.0
@@ -103,6 +103,7 @@ class Policy:
         adapted = train.lora_rank is not None
         # Switching a sharded adapter off would also switch off its gradients: the ranks keep the start weights apart.
         under_adapter = adapted and (ranks is None or ranks.size == 1)
+        distill = train.distill
         return cls(
             with_adapter(model, train=train, seed=config.seed) if adapted else model,
             train=train,
@@ -110,6 +111,7 @@ class Policy:
             top_p=config.rollout.top_p,
             seed=config.seed,
             reference=None if train.kl == "none" or under_adapter else load_model(config.model),
+            teacher=None if distill is None or distill.is_server else load_model(Path(distill.teacher)),
             ranks=ranks,
         )
 
@@ -119,6 +121,12 @@ class Policy:
         if self.ranks.size > 1:
             shard(scorer, train=self.train, ranks=self.ranks)
         return scorer
+
+    def _make_frozen(self, model: PreTrainedModel | None, *, temperature: float, top_p: float) -> TokenScorer | None:
+        if model is None:
+            return None
+        set_up(model, train=self.train).eval()  # type: ignore[no-untyped-call]
+        return self._make_scorer(model, temperature=temperature, top_p=top_p)
 
     def _trained(self) -> dict[str, torch.nn.Parameter]:
         """By name: all parameters, or the adapter's where there is one."""
@@ -130,7 +138,7 @@ class Policy:
 
     def score(self, batch: Batch, *, with_entropies: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
         """Those, and the [B, L] entropies in nats before each of them, which are 0 where nobody asks."""
-        return _score(self._scorer, batch, with_entropies=with_entropies)
+        return score_batch(self._scorer, batch, with_entropies=with_entropies)
 
     @on_all_ranks
     @torch.no_grad()
@@ -141,7 +149,7 @@ class Policy:
         preliminaries. An episode without tokens is not in it.
         """
         by_episode: dict[int, float] = {}
-        for rows in self._microbatches([row for row in samples if row.num_tokens]):
+        for rows in self.microbatches([row for row in samples if row.num_tokens]):
             batch = pad(rows)
             estimate_BL = kl_estimate(
                 batch.behaviour_logprobs_BL, self._reference_logprobs(batch), estimator=self.train.kl_estimator
@@ -155,6 +163,20 @@ class Policy:
         return dict(total)
 
     @on_all_ranks
+    @torch.no_grad()
+    def teacher_logprobs(self, samples: Sequence[Sample]) -> dict[RowKey, np.ndarray]:
+        """[L] float32 log-probs in nats of the teacher in the trainer, by row; 0 where nothing was sampled."""
+        assert self.teacher is not None, "there is no teacher, or it is a server"
+        scored: dict[RowKey, np.ndarray] = {}
+        for rows in self.microbatches(samples):
+            logprobs_BL = score_batch(self.teacher, pad(rows))[0].numpy()
+            for row, logprobs_L in zip(rows, logprobs_BL, strict=True):
+                # What an idle rank passes has no sampled tokens, and another row's key.
+                if row.num_tokens:
+                    scored[row.key] = logprobs_L[: len(row.ids_L)]
+        return {key: logprobs_L for part in self.ranks.gather(scored) for key, logprobs_L in part.items()}
+
+    @on_all_ranks
     def train_step(
         self, samples: Sequence[Sample], advantages: Mapping[int, float], *, version: int
     ) -> dict[str, float]:
@@ -165,7 +187,7 @@ class Policy:
         Raises TrainingError before the weights change when a loss or a gradient is not finite.
         """
         randomness = random.Random(f"{self.seed}:{version}")
-        probe = self._probe(samples, version=version, randomness=randomness)
+        found = probe(self, samples, version=version, randomness=randomness)
         with_tokens = [sample for sample in samples if sample.num_tokens]
         all_rows = needs_all_rows(self.train)
         kept = [sample for sample in with_tokens if all_rows or advantages[sample.episode_id] != 0]
@@ -184,7 +206,7 @@ class Policy:
             loss += minibatch_loss
             stats += minibatch_stats
             grad_norms.append(grad_norm)
-        return probe | {"loss": loss, "grad_norm": max(grad_norms), "learning_rate": rate} | stats.metrics()
+        return found | {"loss": loss, "grad_norm": max(grad_norms), "learning_rate": rate} | stats.metrics()
 
     @on_all_ranks
     def state(self) -> dict[str, torch.Tensor]:
@@ -261,9 +283,9 @@ class Policy:
         if self.reference is None:
             with without_adapter(self.model):
                 return self.score(batch)[0]
-        return _score(self.reference, batch)[0]
+        return score_batch(self.reference, batch)[0]
 
-    def _microbatches(self, samples: Sequence[Sample]) -> list[list[Sample]]:
+    def microbatches(self, samples: Sequence[Sample]) -> list[list[Sample]]:
         """This rank's rows in batches that fit the memory, as many on each rank, which meet in every pass.
 
         A rank that has fewer passes a row without sampled tokens, which has no loss and a gradient of zero.
@@ -275,37 +297,11 @@ class Policy:
         num_idle = max(map(len, by_rank)) - len(by_rank[self.ranks.rank])
         return by_rank[self.ranks.rank] + [[without_sampled(samples[0])] for _ in range(num_idle)]
 
-    @torch.no_grad()
-    def _probe(self, samples: Sequence[Sample], *, version: int, randomness: random.Random) -> dict[str, float]:
-        """Entropy, and the distance to the engine's log-probs where both had the same weights.
-
-        Tokens of turns that this very version sampled from start to end must come out the same here: a gap beyond
-        rounding means other ids, other weights or another sampling distribution. Rows with such turns go first.
-        """
-        candidates = sorted((row for row in samples if row.num_tokens), key=lambda row: (row.episode_id, row.index))
-        randomness.shuffle(candidates)
-        candidates.sort(key=lambda row: not fresh_mask(row, version).any())
-        gap, num_compared, entropies = 0.0, 0, [torch.zeros(0)]
-        for rows in self._microbatches(candidates[:NUM_PROBED]):
-            batch = pad(rows)
-            logprobs_BL, entropies_BL = self.score(batch, with_entropies=True)
-            gaps_N = (logprobs_BL - batch.behaviour_logprobs_BL)[batch.mask_BL].abs()
-            fresh_N = torch.from_numpy(np.concatenate([fresh_mask(row, version)[row.mask_L] for row in rows]))
-            gap = max([gap, *gaps_N[fresh_N].tolist()])
-            num_compared += int(fresh_N.sum())
-            entropies.append(entropies_BL[batch.mask_BL])
-        gaps, compared, entropies_of_ranks = zip(
-            *self.ranks.gather((gap, num_compared, torch.cat(entropies))), strict=True
-        )
-        entropy_N = torch.cat(entropies_of_ranks)
-        entropy = entropy_N.mean().item() if len(entropy_N) else 0.0
-        return {"logprob_gap_max": max(gaps), "logprob_gap_tokens": float(sum(compared)), "entropy": entropy}
-
     def _prepare(self, samples: Sequence[Sample], advantages: Mapping[int, float]) -> list[TrainBatch]:
         """The rows of one optimizer step in batches that fit the memory, with anchors from the present weights."""
         prepared = []
         tokens = num_tokens_by_episode(samples)
-        for rows in self._microbatches(samples):
+        for rows in self.microbatches(samples):
             batch = pad(rows)
             if self.train.anchor == "proximal":
                 with torch.no_grad():
@@ -349,6 +345,7 @@ class Policy:
                 reference_logprobs_BL=part.reference_logprobs_BL,
                 entropies_BL=entropies_BL if with_entropies else None,
                 episode_tokens_B=part.episode_tokens_B,
+                teacher_logprobs_BL=part.batch.teacher_logprobs_BL,
             )
             # A clipped ratio hides an infinite log-prob from the loss.
             finite_B = loss_B.isfinite() & logprobs_BL.isfinite().all(dim=1)
@@ -378,34 +375,9 @@ class Policy:
         return sum(losses), sum(stats_of_ranks, start=TokenStats()), grad_norm
 
 
-def load_model(folder: Path) -> PreTrainedModel:
-    """The model of a folder in float32. Raises SetupError that names the folder."""
-    if not (folder / "config.json").is_file():
-        raise SetupError(f"model folder {folder} has no config.json: set `model` to a folder of Hugging Face format")
-    # stderr is the log.
-    disable_progress_bar()  # type: ignore[no-untyped-call]
-    try:
-        model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, local_files_only=True)
-    except (OSError, ValueError) as error:
-        raise SetupError(f"model folder {folder} cannot be loaded: {str(error).splitlines()[0]}") from error
-    assert isinstance(model, PreTrainedModel)
-    return model
-
-
 def learning_rate(train: TrainConfig, version: int) -> float:
     """Rate of the step that trains `version`: linear warm-up to the full rate, then linear decay to half at the end."""
     if version < train.warmup_steps:
         return train.learning_rate * (version + 1) / train.warmup_steps
     decay_steps = max(train.num_versions - 1 - train.warmup_steps, 1)
     return train.learning_rate * (1 - 0.5 * (version - train.warmup_steps) / decay_steps)
-
-
-def _score(scorer: TokenScorer, batch: Batch, *, with_entropies: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
-    """[B, L] log-probs of the sampled tokens, and entropies before each, in nats; 0 elsewhere, or if not asked for.
-
-    They are where the batch is, however large the model and wherever it is: they are few.
-    """
-    logprobs_N, entropies_N = scorer(batch, with_entropies=with_entropies)
-    zeros_BL = torch.zeros(batch.mask_BL.shape)
-    logprobs_BL = zeros_BL.masked_scatter(batch.mask_BL, logprobs_N.cpu())
-    return logprobs_BL, zeros_BL if entropies_N is None else zeros_BL.masked_scatter(batch.mask_BL, entropies_N.cpu())

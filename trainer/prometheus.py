@@ -15,6 +15,7 @@ from prometheus_client.registry import Collector
 from common.errors import SetupError
 from trainer.tracking import Metrics, SinkThread
 
+JOIN_S = 5.0
 PREFIX = "rollmill_trainer"
 SUMS = {"steps": None, "episodes": "num_episodes", "tokens": "num_tokens"}
 """Counter -> the step's metric that it sums; None = the steps themselves."""
@@ -74,4 +75,5 @@ def serving(collector: StepCollector, *, host: str, port: int) -> Iterator[None]
     finally:
         server.shutdown()
         server.server_close()
-        thread.join()
+        # It answers nobody any more; a client that hangs in the middle of an answer must not hold up the end.
+        thread.join(JOIN_S)

@@ -20,6 +20,10 @@ NO_VERSION = -1
 """Version of a position that nobody sampled."""
 
 
+RowKey = tuple[int, int]
+"""Episode id, and index of the row within the episode."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Sample:
     """One training row: a token sequence as the engine saw it, prompts and sampled turns in order.
@@ -39,6 +43,8 @@ class Sample:
     """float32 log-probs in nats of the policy that sampled; 0 where the mask is False."""
     versions_L: np.ndarray
     """int32 policy version that sampled the token; NO_VERSION where the mask is False."""
+    teacher_logprobs_L: np.ndarray | None = None
+    """float32 log-probs in nats of the teacher; 0 where the mask is False; None = no teacher was asked."""
 
     def __post_init__(self) -> None:
         lengths = {len(self.ids_L), len(self.mask_L), len(self.behaviour_logprobs_L), len(self.versions_L)}
@@ -51,6 +57,10 @@ class Sample:
             raise ValueError(f"episode {self.episode_id}: the first token is sampled, but nothing stands before it")
         if not np.isfinite(self.behaviour_logprobs_L[self.mask_L]).all():
             raise ValueError(f"episode {self.episode_id}: a behaviour log-prob is not finite")
+
+    @property
+    def key(self) -> RowKey:
+        return self.episode_id, self.index
 
     @property
     def num_tokens(self) -> int:
@@ -70,6 +80,8 @@ class Batch:
     """float32, nats; 0 where the mask is False."""
     lengths_B: torch.Tensor
     """int64; positions of each row without its padding."""
+    teacher_logprobs_BL: torch.Tensor | None = None
+    """float32, nats; 0 where the mask is False; None without a teacher."""
 
     @property
     def real_BL(self) -> torch.Tensor:
@@ -79,7 +91,8 @@ class Batch:
 
     def to(self, device: torch.device) -> Batch:
         """The batch there."""
-        return Batch(**{field.name: getattr(self, field.name).to(device) for field in fields(self)})
+        given = {field.name: getattr(self, field.name) for field in fields(self)}
+        return Batch(**{name: value.to(device) for name, value in given.items() if value is not None})
 
 
 def make_samples(episode: ScoredEpisode) -> list[Sample]:
@@ -152,16 +165,20 @@ def pad(samples: Sequence[Sample]) -> Batch:
     ids_BL = np.zeros(shape, dtype=np.int64)
     mask_BL = np.zeros(shape, dtype=np.bool_)
     logprobs_BL = np.zeros(shape, dtype=np.float32)
+    teacher_BL = None if any(row.teacher_logprobs_L is None for row in samples) else np.zeros(shape, dtype=np.float32)
     for row, sample in enumerate(samples):
         end = len(sample.ids_L)
         ids_BL[row, :end] = sample.ids_L
         mask_BL[row, :end] = sample.mask_L
         logprobs_BL[row, :end] = np.where(sample.mask_L, sample.behaviour_logprobs_L, 0)
+        if teacher_BL is not None and sample.teacher_logprobs_L is not None:
+            teacher_BL[row, :end] = np.where(sample.mask_L, sample.teacher_logprobs_L, 0)
     return Batch(
         ids_BL=torch.from_numpy(ids_BL),
         mask_BL=torch.from_numpy(mask_BL),
         behaviour_logprobs_BL=torch.from_numpy(logprobs_BL),
         lengths_B=torch.tensor([len(sample.ids_L) for sample in samples]),
+        teacher_logprobs_BL=None if teacher_BL is None else torch.from_numpy(teacher_BL),
     )
 
 
@@ -204,6 +221,7 @@ def without_sampled(sample: Sample) -> Sample:
         mask_L=np.zeros(1, dtype=np.bool_),
         behaviour_logprobs_L=np.zeros(1, dtype=np.float32),
         versions_L=np.full(1, NO_VERSION, dtype=np.int32),
+        teacher_logprobs_L=None if sample.teacher_logprobs_L is None else np.zeros(1, dtype=np.float32),
     )
 
 

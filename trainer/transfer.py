@@ -2,7 +2,8 @@
 
 The version is published all the same. Whatever fails here leaves the engine under the name of no version, resumed and
 without owner, and its weight keeper then loads the published one. Not part of the trainer's loop yet: NCCL has not been
-run on GPUs, only what surrounds it.
+run on GPUs, only what surrounds it. Whole models only: it knows nothing of LoRA adapters, which go by their published
+folders. Its requests carry no claim, so a server's fence does not hold back those that come late.
 """
 
 from __future__ import annotations

@@ -86,6 +86,11 @@ class EngineClient:
         )
         return await self._through(url, lambda wire: wire.generate(request, timeout_s=self._timeout_s))
 
+    def wire(self, url: str) -> str | None:
+        """Name of the wire that the engine is known to speak; None = it was not asked yet, or failed since."""
+        wire = self._wires.get(url)
+        return wire.name if wire else None
+
     async def check_health(self, url: str) -> None:
         """Return if the engine says that it can decode."""
         await self._through(url, lambda wire: wire.check_health())
@@ -105,27 +110,29 @@ class EngineClient:
         """Whether it holds requests back."""
         return await self._through(url, lambda wire: wire.is_paused())
 
-    async def pause(self, url: str, *, in_flight: InFlight = "keep") -> None:
+    async def pause(self, url: str, *, in_flight: InFlight = "keep", claim: int | None = None) -> None:
         """Decode nothing until `resume`; all keys and values are then computed anew. Twice is no error.
 
         Requests under way are frozen, are waited for (no longer than one may take), or end as aborted.
+        `claim`, here and below, is the number under which the database gave the engine to whoever asks; a vLLM that
+        `rollmill engine serve` started raises Superseded when it has seen a newer one. None = done in any case.
         """
-        await self._through(url, lambda wire: wire.pause(in_flight, wait_s=self._timeout_s))
+        await self._through(url, lambda wire: wire.pause(in_flight, wait_s=self._timeout_s, claim=claim))
 
-    async def resume(self, url: str) -> None:
+    async def resume(self, url: str, *, claim: int | None = None) -> None:
         """Let requests go on. Without a pause it is no error."""
-        await self._through(url, lambda wire: wire.resume())
+        await self._through(url, lambda wire: wire.resume(claim=claim))
 
-    async def load_version(self, url: str, path: Path, name: str) -> None:
+    async def load_version(self, url: str, path: Path, name: str, *, claim: int | None = None) -> None:
         """Read a version's folder into the engine. Raises LoadRefused when it says that the old weights serve on.
 
         After EngineUnavailable, nobody knows which weights it has.
         """
-        await self._through(url, lambda wire: wire.load_version(path, name))
+        await self._through(url, lambda wire: wire.load_version(path, name, claim=claim))
 
-    async def update_weight_version(self, url: str, name: str) -> None:
+    async def update_weight_version(self, url: str, name: str, *, claim: int | None = None) -> None:
         """Make it report this name for tokens that it samples from now on."""
-        await self._through(url, lambda wire: wire.update_weight_version(name))
+        await self._through(url, lambda wire: wire.update_weight_version(name, claim=claim))
 
     async def load_adapter(self, url: str, path: Path, name: str) -> None:
         """Read an adapter's folder beside what runs, so that requests can name it. Raises LoadRefused.

@@ -21,5 +21,9 @@ class LoadRefused(EngineError):
     """It says that it can't take these weights; the old ones serve on."""
 
 
+class Superseded(EngineError):
+    """It has taken a newer claim, so whoever asks has lost it: nothing was done, and nothing is left to do."""
+
+
 class ContextOverflow(EngineError):
     """The prompt leaves no room for a token in the model's context: no engine can do it."""

@@ -41,7 +41,8 @@ class _ClosedIdle(Exception):
 class EngineHttp:
     """One per process, and used from one event loop: it keeps connections to all engines open."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, connect_timeout_s: float = CONNECT_TIMEOUT_S) -> None:
+        self._connect_timeout_s = connect_timeout_s
         self._session: aiohttp.ClientSession | None = None
         """None until the first call, since it belongs to the loop that runs then."""
 
@@ -74,6 +75,10 @@ class EngineHttp:
                     return await self._send_once(method, url + path, body)
                 except _ClosedIdle:
                     return await self._send_once(method, url + path, body)
+        except aiohttp.ConnectionTimeoutError as error:
+            raise EngineUnavailable(
+                f"engine {url} {path}: no connection within {self._connect_timeout_s:g} s"
+            ) from error
         except TimeoutError as error:
             raise EngineUnavailable(f"engine {url} {path} did not answer within {timeout_s:g} s") from error
         except _ClosedIdle as error:
@@ -100,7 +105,7 @@ class EngineHttp:
             trace.on_connection_reuseconn.append(_note_reuse)
             self._session = aiohttp.ClientSession(
                 connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=_KEEPALIVE_S),
-                timeout=aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_TIMEOUT_S),
+                timeout=aiohttp.ClientTimeout(total=None, sock_connect=self._connect_timeout_s),
                 # A cookie that pins a session to a replica would pin all episodes of the process to it.
                 cookie_jar=aiohttp.DummyCookieJar(),
                 trace_configs=[trace],

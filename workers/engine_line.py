@@ -32,6 +32,8 @@ class Waiter(Generic[T]):
     """Whether the engine has the prompt in its cache, as far as is known."""
     since: float
     """Of the pool's clock."""
+    choosy_until: float
+    """Till then it takes no place on an engine where it would end later than where it waits. Of the pool's clock."""
     place: asyncio.Future[str] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
     """URL of the engine on which a place was taken for it."""
     number: int = 0
@@ -72,13 +74,20 @@ class Line(Generic[T]):
         first, oldest = _first(own), self._oldest()
         return oldest if oldest.since < first.since - OVERTAKE_S else first
 
-    def next_anywhere(self, urls: Collection[str], now: float) -> Waiter[T] | None:
-        """Who has waited longest, without those who still want to wait for their engine, which is one of `urls`."""
+    def next_anywhere(self, urls: Collection[str], now: float, *, sooner: Collection[str] = ()) -> Waiter[T] | None:
+        """Who has waited longest, without those who still want to wait for their engine, which is one of `urls`.
+
+        `sooner`: engines for which it is quicker to wait than to take what is free.
+        """
         firsts = [
             first
             for home, waiters in self._by_home.items()
             for first in (_first(waiters),)
-            if home not in urls or not first.settled or now - first.since >= HOME_PATIENCE_S
+            if home not in urls
+            or (
+                (not first.settled or now - first.since >= HOME_PATIENCE_S)
+                and (home not in sooner or now >= first.choosy_until)
+            )
         ]
         return min(firsts, key=lambda waiter: waiter.number, default=None)
 

@@ -1,4 +1,4 @@
-"""Gives each turn a place on an engine, or lets it wait for one: sticky episodes, siblings together, room where it is.
+"""Gives each turn a place on an engine, or a line to wait in: episodes and siblings at home, else the first to end.
 
 The pool sends the request and gives the place back. A place is one request under way; an engine's limit says how many
 there are, and is steered by `engine_pressure`.
@@ -19,10 +19,14 @@ from common.errors import EpisodeError
 from common.outcomes import Outcome
 from workers.engine_line import Line, Waiter
 from workers.engine_list import CACHE_S, EngineList
+from workers.engine_pace import ALIKE, Pace, slownesses
 from workers.engine_pressure import InFlight
 
+BESIDE = 4
+"""So many requests of its size under way beside it make a request take about twice as long."""
 EPISODE_SLACK = 8
-"""An episode stays with its engine until that has this many requests of its size more than the idlest."""
+"""An episode stays with its engine until that has this many requests of its size more than the idlest; fewer, the
+slower the engine is: load passes, while a slow engine costs the episode time in each turn."""
 GROUP_SLACK = 2
 """The same for an episode's first turn: siblings share a prompt, and with it the engine's prefix cache."""
 MIN_BACKOFF_S = 0.5
@@ -36,6 +40,7 @@ class EngineUse:
     """What this process knows of an engine."""
 
     flight: InFlight
+    pace: Pace = field(default_factory=Pace)
     outstanding: int = 0
     """Tokens of prompts and budgets of the requests that have no answer yet."""
     queued: int = 0
@@ -129,19 +134,22 @@ class EnginePlaces:
         )
         self._serve(run)  # Those who came before.
         engines = self._available(run)
-        home = self._choose(turn, engines) if engines else None
+        slowness = self._slowness(engines)
+        home = self._choose(turn, engines, slowness) if engines else None
         settled = home is not None and home == self._episodes.urls.get(turn.claim.episode_id)
         if home and engines[home].flight.has_room:
             return self._take(turn, home)
-        roomy = {url: engine for url, engine in engines.items() if engine.flight.has_room}
-        if roomy and not settled:
-            return self._take(turn, self._choose(turn, roomy))
+        roomy = _with_room(engines)
+        if roomy and home and not settled and not self._sooner_at(home, turn.size, roomy, slowness):
+            return self._take(turn, self._choose(turn, roomy, slowness))
         return await self._stand_in_line(run, turn, home, settled=settled, deadline=deadline, why=why)
 
     async def _stand_in_line(
         self, run: _Run, turn: TurnRequest, home: str | None, *, settled: bool, deadline: float, why: str
     ) -> str:
-        waiter = Waiter(turn=turn, home=home, settled=settled, since=self._clock())
+        now = self._clock()
+        half = now + (deadline - now) / 2
+        waiter = Waiter(turn=turn, home=home, settled=settled, since=now, choosy_until=half)
         self._join(run, waiter)
         try:
             async with asyncio.timeout(deadline - self._clock()):
@@ -202,11 +210,13 @@ class EnginePlaces:
         for url, engine in engines.items():
             while engine.flight.has_room and (waiter := run.line.next_at(url)):
                 self._grant(run, waiter, url)
-        while roomy := {url: engine for url, engine in engines.items() if engine.flight.has_room}:
-            waiter = run.line.next_anywhere(engines, self._clock()) if run.line else None
+        slowness = self._slowness(engines)
+        while run.line and (roomy := _with_room(engines)):
+            sooner = {url for url in engines if url not in roomy and self._sooner_at(url, 0, roomy, slowness)}
+            waiter = run.line.next_anywhere(engines, self._clock(), sooner=sooner)
             if waiter is None:
                 break
-            self._grant(run, waiter, self._choose(waiter.turn, roomy))
+            self._grant(run, waiter, self._choose(waiter.turn, roomy, slowness))
 
     def _grant(self, run: _Run, waiter: Waiter[TurnRequest], url: str) -> None:
         self._leave(run, waiter)
@@ -217,13 +227,15 @@ class EnginePlaces:
         engine = self.uses[url]
         engine.outstanding += turn.size
         engine.flight.take()
+        engine.pace.asked(turn.request_id, max_tokens=turn.max_tokens, now=self._clock())
         engine.chosen = next(self._choices)
         self._remember(turn, url)
         return url
 
-    def give_back(self, turn: TurnRequest, url: str) -> None:
-        """The request has ended, in whatever way."""
+    def give_back(self, turn: TurnRequest, url: str, *, num_sampled: int = 0) -> None:
+        """The request has ended, in whatever way; `num_sampled` 0 = with no whole answer."""
         engine = self.uses[url]
+        engine.pace.ended(turn.request_id, num_sampled=num_sampled, now=self._clock())
         engine.outstanding -= turn.size
         engine.flight.give_back()
         for (run_id, _), run in list(self._runs.items()):
@@ -238,17 +250,40 @@ class EnginePlaces:
                 self.uses[url] = EngineUse(flight=InFlight(maximum=self._max_in_flight))
         return {url: self.uses[url] for url in run.urls if self.uses[url].avoid_until <= now}
 
-    def _choose(self, turn: TurnRequest, engines: Mapping[str, EngineUse]) -> str:
-        """The episode's engine, else its group's, while they are not much busier than the idlest; else the idlest."""
+    def _slowness(self, engines: Mapping[str, EngineUse]) -> dict[str, float]:
+        return slownesses({url: engine.pace for url, engine in engines.items()}, self._clock())
+
+    def _choose(self, turn: TurnRequest, engines: Mapping[str, EngineUse], slowness: Mapping[str, float]) -> str:
+        """The episode's engine, else its group's, while it would end there not much later than at best; else the best.
+
+        The best is where it would end first, by what the engine has to do and how slow it is.
+        """
+
+        def end(url: str, slowness: float) -> float:
+            """In tokens of the fastest engine."""
+            return slowness * (engines[url].load + BESIDE * turn.size)
+
         # Ties go to the one chosen longest ago: while all are idle, the first would get every episode for life.
-        idlest = min(engines, key=lambda url: (engines[url].load, engines[url].chosen))
+        best = min(engines, key=lambda url: (end(url, slowness[url]), engines[url].chosen))
+        latest = end(best, slowness[best])
         for home, slack in (
             (self._episodes.urls.get(turn.claim.episode_id), EPISODE_SLACK),
             (self._groups.urls.get(turn.claim.group_id), GROUP_SLACK),
         ):
-            if home is not None and home in engines and engines[home].load <= engines[idlest].load + slack * turn.size:
-                return home
-        return idlest
+            # In doubt it stays: engines that work in bursts look slow by turns, and each move costs a prefill.
+            if home is not None and home in engines:
+                slow = slowness[home]
+                if end(home, max(1.0, slow / ALIKE)) <= latest + slack * turn.size / slow:
+                    return home
+        return best
+
+    def _sooner_at(self, home: str, new: int, roomy: Mapping[str, EngineUse], slowness: Mapping[str, float]) -> bool:
+        """Whether the last of those who wait at the full engine `home` ends sooner than one that takes what is free.
+
+        `new`: tokens that are about to join them. They get places as those under way end.
+        """
+        rounds = (self.uses[home].queued + new) / self.uses[home].outstanding
+        return min(slowness[url] for url in roomy) > slowness[home] * (1 + rounds)
 
     def _remember(self, turn: TurnRequest, url: str) -> None:
         self._episodes.remember(turn.claim.episode_id, url)
@@ -260,6 +295,10 @@ class EnginePlaces:
         backoff = min(MIN_BACKOFF_S * 2.0 ** min(engine.failures, 10), MAX_BACKOFF_S)
         engine.failures += 1
         engine.avoid_until = self._clock() + backoff
+
+
+def _with_room(engines: Mapping[str, EngineUse]) -> dict[str, EngineUse]:
+    return {url: engine for url, engine in engines.items() if engine.flight.has_room}
 
 
 def _key(claim: Claim) -> tuple[int, int | None]:

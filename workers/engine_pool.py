@@ -87,10 +87,12 @@ class EnginePool:
         deadline = self._clock() + self._wait_s
         for number in itertools.count():
             url = await self._places.wait_for(turn, deadline, why)
-            asked = self._clock()
+            asked, num_sampled = self._clock(), 0
             try:
                 async with asyncio.timeout(None if limit_s is None else limit_s - busy_s):
                     part = await self._ask(url, turn, so_far, number)
+                if part.finish_reason is not FinishReason.ABORT:
+                    num_sampled = len(part.ids)
             except TimeoutError:
                 raise OutOfTime(f"engine {url} had not answered when the agent's time was used up") from None
             except EngineUnavailable as error:
@@ -98,7 +100,7 @@ class EnginePool:
                 why = str(error)
                 continue
             finally:
-                self._places.give_back(turn, url)
+                self._places.give_back(turn, url, num_sampled=num_sampled)
             busy_s += self._clock() - asked
             if not part.ids:
                 self._places.failed(url)

@@ -30,6 +30,8 @@ from workers.broker import check_held, prepare_broker
 from workers.engine_client import EngineClient
 from workers.engine_pool import EnginePool
 from workers.eval import Eval
+from workers.evaluator.judging import Judging
+from workers.garbage import collect_seldom
 from workers.handlers.base import Handler
 from workers.handlers.registry import load_handler
 from workers.init import Init
@@ -92,7 +94,9 @@ class FleetProcess:
         if stage is Stage.INIT:
             init = Init(self.database, handler=handler_named, backend=open_backend(self._settings))
             return lambda claim: threads.submit(partial(init, claim))
-        evaluate = Eval(handler=handler_named)
+        judging = Judging(self.database, lambda: open_backend(self._settings))
+        self._close.append(judging.close)
+        evaluate = Eval(handler=handler_named, judging=judging)
         return lambda claim: threads.submit(partial(evaluate, claim))
 
     def _run(self) -> Work:
@@ -176,6 +180,8 @@ def serve(stage: Stage, *, concurrency: int) -> int:
         logging.getLogger(name).setLevel(logging.WARNING)
     rabbitmq = prepare_broker(app, given, own=stage)
     process = FleetProcess(stage, given, concurrency=concurrency, rabbitmq=rabbitmq)
+    if stage is Stage.RUN:
+        collect_seldom()
 
     app.task(process.worker.perform, name=TASK_OF[stage])
     # Celery waits for running tasks before it ends, whatever the signal: they must be told to stop.

@@ -9,14 +9,16 @@ from dataclasses import dataclass
 from typing import Protocol, TypeVar
 
 from common.config import RunConfig
-from common.db import turns
+from common.db import episode_files, turns
 from common.db.episodes import Claim
 from common.db.session import Database
 from common.episode import EpisodeState, Message, ToolCall, Turn
 from common.errors import EpisodeError, boundary
 from common.outcomes import Outcome
 from workers.agent import Agent, Generated, OutOfTime, Renderer
-from workers.handlers.base import Compacts, Handler, compacted_messages
+from workers.evaluator.collecting import collect
+from workers.evaluator.submission import FileRules, Submission
+from workers.handlers.base import Compacts, Handler, JudgesFiles, compacted_messages, returned
 from workers.init import PreparedEpisode
 from workers.sandbox.protocol import Backend, SandboxSession
 from workers.stage import Done
@@ -71,6 +73,7 @@ class Run:
         )
         try:
             played = await agent.play(prepared.messages, prepared.tools, stored)
+            await playing.hand_over()
         finally:
             await playing.close()
         return Done(to=EpisodeState.SAMPLED, why=played.outcome, outcome=played.outcome, last_turn=played.last)
@@ -95,6 +98,27 @@ class _Playing:
         self.renderer = stage.renderer(claim.config)
         self.spent_s = spent_s
         """Time in requests and tools; waiting for an engine is not the agent's."""
+
+    async def hand_over(self) -> None:
+        """Store what the agent hands in, where the handler judges files: nothing of the agent runs any more."""
+        if not isinstance(self._handler, JudgesFiles):
+            return
+        with boundary(Outcome.HANDLER_FAILED, f"submits of {self._claim.handler}"):
+            rules = returned(self._handler.submits(self._claim.payload), FileRules, "submits")
+            if self._sandbox is None:
+                raise ValueError("a handler that judges files must prepare a sandbox")
+        handed = await collect(self._sandbox, rules)
+        await asyncio.to_thread(self._save_files, handed)
+
+    def _save_files(self, handed: Submission) -> None:
+        with self._stage.database.begin() as conn:
+            episode_files.save(
+                conn,
+                self._claim,
+                content=handed.pack(),
+                num_files=len(handed.files),
+                left_out=handed.left_out,
+            )
 
     async def close(self) -> None:
         """End the sandbox's processes; the reaper removes what lies on disk."""

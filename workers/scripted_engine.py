@@ -65,6 +65,10 @@ class ScriptedEngine:
         """Whether the generate route is open; `/v1/completions` always is."""
         self.max_model_len = max_model_len
         self.accept = accept
+        self.score: Callable[[list[int]], list[float]] = lambda ids: [logprob] * len(ids)
+        """Prompt ids -> log-prob of each after those before it, for those who ask for prompt_logprobs."""
+        self.decode: Callable[[int], str] = lambda token_id: f"<{token_id}>"
+        """Text of an id."""
         self.load_s = 0.0
         """How long it takes to load weights."""
         self.version = "default"
@@ -214,10 +218,19 @@ class ScriptedEngine:
         if not body.get("return_token_ids"):
             del choice["token_ids"]
         named = body.get("return_tokens_as_token_ids")
-        tokens = [f"token_id:{token_id}" if named else f"<{token_id}>" for token_id in ids]
+        tokens = [f"token_id:{token_id}" if named else self.decode(token_id) for token_id in ids]
         asked = body.get("logprobs") is not None
         choice["logprobs"] = {"tokens": tokens, "token_logprobs": [self.logprob] * len(ids)} if asked else None
+        asked = body.get("prompt_logprobs") is not None
+        choice["prompt_logprobs"] = self._prompt_logprobs(prompt) if asked else None
         return web.json_response({"id": request_id, "model": model, "choices": [choice]})
+
+    def _prompt_logprobs(self, prompt: list[int]) -> list[dict[str, Any] | None]:
+        entries: list[dict[str, Any] | None] = [
+            {str(token_id): {"logprob": logprob, "rank": 1, "decoded_token": self.decode(token_id)}}
+            for token_id, logprob in zip(prompt, self.score(prompt), strict=True)
+        ]
+        return [None, *entries[1:]]
 
     async def _models(self, _: web.Request) -> web.Response:
         card = {"id": _MODEL, "root": "start", "parent": None, "max_model_len": self.max_model_len}

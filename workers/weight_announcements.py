@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable
+from contextlib import suppress
 from uuid import uuid4
 
 from kombu.connection import Connection
@@ -70,13 +71,11 @@ class AnnouncementListener:
         queue = Queue(f"{WEIGHTS_EXCHANGE}.{uuid4()}", exchange, exclusive=True, auto_delete=True, durable=False)
         with connection.channel() as channel, connection.Consumer(queue, channel=channel, no_ack=True) as consumer:
             consumer.on_message = self._hear
-            self.listening.set()
             while not self._stopping.is_set():
                 connection.heartbeat_check()
-                try:
+                with suppress(TimeoutError):
                     connection.drain_events(timeout=DRAIN_S)
-                except TimeoutError:
-                    continue
+                self.listening.set()  # Not before: Redis is told of the subscription by the first wait.
 
     def _hear(self, message: object) -> None:
         self._on_announce()

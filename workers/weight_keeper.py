@@ -20,7 +20,7 @@ from common.weight_cache import WeightCache
 from common.weights import LOADING, WeightsDamaged, WeightsError, parse_version_name, version_name
 from workers import adapters
 from workers.engine_client import EngineClient
-from workers.engine_errors import EngineError, LoadRefused
+from workers.engine_errors import EngineError, LoadRefused, Superseded
 
 logger = logging.getLogger(__name__)
 
@@ -142,7 +142,8 @@ class WeightKeeper:
             return False
         if served != engine.version:
             await asyncio.to_thread(self._serves, engine, served)
-        if not await asyncio.to_thread(self._starts_loading, engine, target.number):
+        claim = await asyncio.to_thread(self._starts_loading, engine, target.number)
+        if claim is None:
             return False  # Somebody else took the engine, and loads it now.
         try:
             folder = await self._verify(target)
@@ -150,7 +151,7 @@ class WeightKeeper:
             if paused:
                 await self._resume_forgotten(engine)
             raise
-        await self._load(engine, target, folder, name)
+        await self._load(engine, target, folder, name, claim=claim)
         await self._serves_well(engine, target.number, num_loads=1)
         return True
 
@@ -162,7 +163,7 @@ class WeightKeeper:
         if is_new:
             if held.newest != engine.version:
                 await asyncio.to_thread(self._serves, engine, held.newest)
-            if not await asyncio.to_thread(self._starts_loading, engine, target.number):
+            if await asyncio.to_thread(self._starts_loading, engine, target.number) is None:
                 return False  # Somebody else took the engine, and loads it now.
             folder = await self._verify(target)
             await adapters.load(self._client, engine.url, target, folder=folder, foreign=held.foreign)
@@ -174,42 +175,51 @@ class WeightKeeper:
         await asyncio.to_thread(self._loaded, engine, version, num_loads)
         self._report(("lag", engine.id), None)
 
-    async def _load(self, engine: EngineRow, target: PolicyVersion, folder: Path, old_name: str) -> None:
-        """Pause, exchange, name, resume. Resumes whatever happens, unless the engine is out of reach."""
+    async def _load(self, engine: EngineRow, target: PolicyVersion, folder: Path, old_name: str, *, claim: int) -> None:
+        """Pause, exchange, name, resume. Resumes whatever happens, unless the engine is out of reach or another's."""
         started = time.monotonic()
         new_name = version_name(target.run, target.number)
+        client, url = self._client, engine.url
         try:
-            await self._client.pause(engine.url, in_flight=target.in_flight)
-            await self._client.update_weight_version(engine.url, LOADING)
+            await client.pause(url, in_flight=target.in_flight, claim=claim)
+            await client.update_weight_version(url, LOADING, claim=claim)
             try:
-                await self._client.load_version(engine.url, folder, new_name)
+                await client.load_version(url, folder, new_name, claim=claim)
             except LoadRefused:
-                await self._client.update_weight_version(engine.url, old_name)
+                await client.update_weight_version(url, old_name, claim=claim)
                 raise
             if time.monotonic() > self._owned_until:
                 # Another keeper may be loading something newer by now; the name is left to it.
-                raise EngineError(f"engine {engine.url}: loading {new_name} took longer than its ownership lasted")
-            await self._client.update_weight_version(engine.url, new_name)
+                raise EngineError(f"engine {url}: loading {new_name} took longer than its ownership lasted")
+            if not await client.is_paused(url):
+                # Somebody without a claim resumed it. What ran since left keys and values of the old weights behind.
+                await client.pause(url, in_flight=target.in_flight, claim=claim)
+            await client.update_weight_version(url, new_name, claim=claim)
         finally:
-            await self._resume(engine.url)
+            await self._resume(url, claim)
+        if (found := await client.weight_version(url)) != new_name:
+            raise EngineError(f"engine {url}: {new_name} was loaded, and somebody has named it {found} since")
         took_ms = 1000 * (time.monotonic() - started)
         logger.info("weights loaded engine=%s version=%s took_ms=%.0f", engine.url, new_name, took_ms)
 
-    async def _resume(self, url: str) -> None:
+    async def _resume(self, url: str, claim: int) -> None:
         for _ in range(RESUME_TRIES - 1):
             try:
-                await self._client.resume(url)
+                await self._client.resume(url, claim=claim)
+            except Superseded:
+                raise
             except EngineError:
                 await asyncio.sleep(RESUME_PAUSE_S)
             else:
                 return
-        await self._client.resume(url)
+        await self._client.resume(url, claim=claim)
 
     async def _resume_forgotten(self, engine: EngineRow) -> None:
-        if not await asyncio.to_thread(self._owns, engine):
+        claim = await asyncio.to_thread(self._claim, engine)
+        if claim is None:
             return  # Its new owner paused it.
         logger.warning("engine was left paused, by a keeper that died or by hand; resuming it engine=%s", engine.url)
-        await self._resume(engine.url)
+        await self._resume(engine.url, claim)
 
     async def _verify(self, target: PolicyVersion) -> Path:
         """The version's folder here: fetched and checked once for all engines, before any of them is paused."""
@@ -266,17 +276,24 @@ class WeightKeeper:
 
     def _loaded(self, engine: EngineRow, version: int | None, num_loads: int) -> None:
         with self._database.begin() as conn:
-            engines.loaded(conn, engine.id, owner=self._owner, version=version, num_loads=num_loads)
+            engines.loaded(
+                conn,
+                engine.id,
+                owner=self._owner,
+                version=version,
+                num_loads=num_loads,
+                wire=self._client.wire(engine.url),
+            )
 
     def _serves(self, engine: EngineRow, version: int | None) -> None:
         with self._database.begin() as conn:
             engines.serves(conn, engine.id, owner=self._owner, version=version)
 
-    def _owns(self, engine: EngineRow) -> bool:
+    def _claim(self, engine: EngineRow) -> int | None:
         with self._database.begin() as conn:
-            return engines.owns(conn, engine.id, owner=self._owner)
+            return engines.claim(conn, engine.id, owner=self._owner)
 
-    def _starts_loading(self, engine: EngineRow, version: int) -> bool:
+    def _starts_loading(self, engine: EngineRow, version: int) -> int | None:
         with self._database.begin() as conn:
             return engines.starts_loading(conn, engine.id, owner=self._owner, version=version)
 

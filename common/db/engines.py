@@ -36,6 +36,8 @@ class EngineStatus:
     """None = none of its run's."""
     newest: int | None
     """The newest version of its run; None = none is published."""
+    wire: str | None
+    """The language in which it answers; None = it has not answered its keeper."""
     healthy_s: float | None
     """Seconds since it last answered its keeper; None = never."""
     error: str | None
@@ -73,7 +75,7 @@ def register(conn: Connection, url: str, *, run_id: int) -> None:
             INSERT INTO engine (url, run_id) VALUES (:url, :run_id)
             ON CONFLICT (url) DO UPDATE
                SET run_id = excluded.run_id, state = 'SERVING', version = NULL, loading = NULL, failures = 0,
-                   retry_at = NULL
+                   retry_at = NULL, wire = NULL
             """
         ),
         {"url": url, "run_id": run_id},
@@ -85,7 +87,7 @@ def status(conn: Connection) -> list[EngineStatus]:
     rows = conn.execute(
         text(
             f"""
-            SELECT e.url, r.name AS run, e.state, e.version, {_NEWEST}, e.error,
+            SELECT e.url, r.name AS run, e.state, e.version, {_NEWEST}, e.wire, e.error,
                    e.num_loads, e.num_refusals, e.num_failures,
                    extract(epoch FROM now() - e.healthy_at)::float AS healthy_s
               FROM engine e LEFT JOIN run r ON r.id = e.run_id ORDER BY e.run_id DESC NULLS LAST, e.id
@@ -145,37 +147,62 @@ def own(conn: Connection, owner: str, *, lease_s: float) -> list[EngineRow]:
     return [_row(row) for row in rows]
 
 
-def loaded(conn: Connection, engine_id: int, *, owner: str, version: int | None, num_loads: int = 0) -> None:
-    """The engine answered and serves this version (None = none of its run's); `num_loads`: just loaded."""
+def loaded(
+    conn: Connection,
+    engine_id: int,
+    *,
+    owner: str,
+    version: int | None,
+    num_loads: int = 0,
+    wire: str | None = None,
+) -> None:
+    """The engine answered on this wire (None = as before) and serves this version (None = none of its run's).
+
+    `num_loads`: just loaded.
+    """
     conn.execute(
         text(
             """
-            UPDATE engine SET version = :version, loading = NULL, healthy_at = now(), failures = 0, retry_at = NULL,
-                   error = NULL, num_loads = num_loads + :num_loads,
+            UPDATE engine SET version = :version, loading = NULL, wire = coalesce(:wire, wire), healthy_at = now(),
+                   failures = 0, retry_at = NULL, error = NULL, num_loads = num_loads + :num_loads,
                    state = CASE WHEN state = 'QUARANTINED' THEN 'SERVING' ELSE state END
              WHERE id = :id AND owner = :owner
             """
         ),
-        {"id": engine_id, "owner": owner, "version": version, "num_loads": num_loads},
+        {"id": engine_id, "owner": owner, "version": version, "num_loads": num_loads, "wire": wire},
     )
 
 
-def starts_loading(conn: Connection, engine_id: int, *, owner: str, version: int) -> bool:
+def starts_loading(conn: Connection, engine_id: int, *, owner: str, version: int) -> int | None:
     """Its keeper is about to fetch and load this version, which nobody prunes until the engine has it or refused it.
 
-    False = the engine has another owner by now.
+    Returns the claim under which to change the engine; None = it has another owner by now.
     """
-    done = conn.execute(
-        text("UPDATE engine SET loading = :version WHERE id = :id AND owner = :owner"),
-        {"id": engine_id, "owner": owner, "version": version},
-    )
-    return bool(done.rowcount)
+    return _claim(conn, engine_id, owner, "loading = :version", version=version)
 
 
-def owns(conn: Connection, engine_id: int, *, owner: str) -> bool:
-    """Whether `owner` may pause, load and resume the engine now."""
-    known = text("SELECT count(*) FROM engine WHERE id = :id AND owner = :owner AND owner_until > now()")
-    return bool(conn.execute(known, {"id": engine_id, "owner": owner}).scalar_one())
+def claim(conn: Connection, engine_id: int, *, owner: str) -> int | None:
+    """The claim under which `owner` may resume the engine now; None = it has another owner by now."""
+    return _claim(conn, engine_id, owner, "loading = loading")
+
+
+def _claim(conn: Connection, engine_id: int, owner: str, change: str, **values: int) -> int | None:
+    """A claim above all earlier ones.
+
+    It follows the clock, since an engine remembers what it saw: its row may be new, and so may be the database.
+    """
+    found: int | None = conn.execute(
+        text(
+            f"""
+            UPDATE engine
+               SET {change}, claim = greatest(claim + 1, CAST(extract(epoch FROM clock_timestamp()) * 1e6 AS bigint))
+             WHERE id = :id AND owner = :owner AND owner_until > now()
+            RETURNING claim
+            """
+        ),
+        {"id": engine_id, "owner": owner, **values},
+    ).scalar_one_or_none()
+    return found
 
 
 def take(conn: Connection, engine_id: int, *, owner: str, lease_s: float) -> bool:

@@ -19,7 +19,7 @@ def is_any_late(conn: Connection, run_id: int, *, oldest: int) -> bool:
         text(
             """
             SELECT EXISTS (
-                SELECT FROM episode_group g WHERE g.run_id = :run_id AND g.state = 'OPEN'
+                SELECT FROM episode_group g WHERE g.run_id = :run_id AND g.state = 'OPEN' AND g.eval_version IS NULL
                    AND (NOT EXISTS (SELECT FROM policy_version v WHERE v.run_id = g.run_id
                                        AND v.number > :oldest AND v.published_at <= g.created_at)
                         -- Engines serve a version only a moment after it was published.

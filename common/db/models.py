@@ -270,6 +270,20 @@ class Sandbox(Base):
     destroyed_at: Mapped[datetime | None]
 
 
+class EpisodeFiles(Base):
+    """What an attempt's agent handed in: RUN takes it out of the sandbox, EVAL tests it."""
+
+    __tablename__ = "episode_files"
+    episode_id: Mapped[int] = mapped_column(ForeignKey("episode.id"), primary_key=True, autoincrement=False)
+    attempt: Mapped[int] = mapped_column(SmallInteger, primary_key=True, autoincrement=False)
+    num_files: Mapped[int]
+    left_out: Mapped[dict[str, Any]]
+    """Reason -> number of files that were wanted and did not come along."""
+    content: Mapped[bytes]
+    """zlib; `Submission.unpack` reads it."""
+    created_at: Mapped[datetime] = _now()
+
+
 class Engine(Base):
     """An inference server that serves one run's policy."""
 
@@ -285,6 +299,10 @@ class Engine(Base):
     owner: Mapped[str | None]
     """The weight keeper that may load weights into it."""
     owner_until: Mapped[datetime | None]
+    claim: Mapped[int] = mapped_column(BigInteger, server_default="0")
+    """Of the last one who set out to change it; only grows. An engine refuses what comes under an older one."""
+    wire: Mapped[str | None]
+    """Name of the language in which it last answered its keeper; None = it never did."""
     healthy_at: Mapped[datetime | None]
     """When it last answered."""
     failures: Mapped[int] = mapped_column(server_default="0")

@@ -51,7 +51,7 @@ def num_episodes(database: Database, run: Run) -> int:
 
 
 def empty_turns(database: Database, run: Run) -> Iterator[int]:
-    """Delete token arrays and messages of the run's turns; yields how many episodes each piece had.
+    """Delete token arrays, messages and files of the run's turns; yields how many episodes each piece had.
 
     Counts, versions, digests and timings stay, so that reports and views are as before.
     """
@@ -60,6 +60,7 @@ def empty_turns(database: Database, run: Run) -> Iterator[int]:
         run,
         (
             "DELETE FROM turn_tokens USING turn t WHERE turn_id = t.id AND t.episode_id = ANY(:ids)",
+            "DELETE FROM episode_files WHERE episode_id = ANY(:ids)",
             "UPDATE turn SET messages = '[]', compacted = NULL WHERE episode_id = ANY(:ids) AND messages <> '[]'",
         ),
     )
@@ -73,7 +74,7 @@ def delete_run(database: Database, run: Run) -> Iterator[int]:
         (
             *(
                 f"DELETE FROM {table} WHERE episode_id = ANY(:ids)"
-                for table in ("trained_episode", "episode_event", "sandbox", "turn")
+                for table in ("trained_episode", "episode_event", "sandbox", "episode_files", "turn")
             ),
             "DELETE FROM episode WHERE id = ANY(:ids)",
         ),

@@ -75,15 +75,27 @@ GRANTS: Mapping[Role, Grants] = MappingProxyType(
             {
                 "turn": ("SELECT", "INSERT"),
                 "turn_tokens": ("SELECT", "INSERT"),
+                "episode_files": (
+                    "SELECT",
+                    "INSERT (episode_id, attempt, num_files, left_out, content)",
+                    "UPDATE (num_files, left_out, content)",
+                ),
                 "policy_version": ("SELECT",),
                 "evaluation_point": ("SELECT",),
                 "engine": (
                     "UPDATE (owner, owner_until, version, loading, healthy_at, failures, retry_at, error, state,"
-                    " num_loads, num_refusals, num_failures)",
+                    " num_loads, num_refusals, num_failures, claim, wire)",
                 ),
             },
         ),
-        Role.EVAL: _with(_STAGE, {"turn": ("SELECT",), "episode": ("UPDATE (reward, reward_parts)",)}),
+        Role.EVAL: _with(
+            _STAGE,
+            {
+                "turn": ("SELECT",),
+                "episode_files": ("SELECT",),
+                "episode": ("UPDATE (reward, reward_parts)",),
+            },
+        ),
         Role.TRAINER: {
             "run": (
                 "SELECT",

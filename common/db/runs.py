@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass, replace
+from datetime import datetime
 from typing import Any
 
 from sqlalchemy import Connection, Row, text
@@ -138,6 +139,14 @@ def move(conn: Connection, run_id: int, to: RunState) -> bool:
         },
     ).first()
     return moved is not None
+
+
+def made_at(conn: Connection, run_id: int) -> datetime:
+    """When the run was made: no two runs of one name share it, in whichever databases."""
+    made: datetime = conn.execute(
+        text("SELECT created_at AT TIME ZONE 'UTC' FROM run WHERE id = :id"), {"id": run_id}
+    ).scalar_one()
+    return made
 
 
 def bind_dataset(conn: Connection, run_id: int, dataset: str) -> str:

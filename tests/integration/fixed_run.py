@@ -19,7 +19,7 @@ from common.outcomes import Outcome
 from common.weights import verify
 from tests.conftest import clone
 from tests.integration.doomed import Point, run_until
-from tests.integration.test_trainer import sampled_turns
+from tests.integration.trained import sampled_turns
 from tests.integration.world import World
 from trainer.policy import Policy
 

@@ -13,17 +13,18 @@ import pytest
 from fsspec.implementations.memory import MemoryFileSystem
 from sqlalchemy import Connection, Row, text
 
-from common.config import RunConfig, TrainConfig
-from common.db import engines, runs, versions
+from common.config import EvalConfig, RunConfig, TrainConfig
+from common.db import engines, evaluations, runs, versions
 from common.db.engines import EngineRow
-from common.db.episodes import Claim
 from common.db.session import Database
-from common.episode import FinishReason, Sampled, Stage
+from common.episode import FinishReason, Sampled
 from common.object_store import ObjectStore
 from common.weight_cache import WeightCache
 from common.weights import Published, VersionStore, WeightStore, version_name
+from tests.claims import make_claim
 from tests.unit.workers.waiting import until
 from workers.engine_client import EngineClient
+from workers.engine_list import CACHE_S
 from workers.engine_pool import EnginePool
 from workers.scripted_engine import Fault, ScriptedEngine
 from workers.weight_keeper import WeightKeeper
@@ -38,7 +39,15 @@ TOLD = ("/health", "/weight_info", "/v1/models", LOAD)
 class Scene:
     """A LoRA run with versions on disk, an engine, and a pool that asks it."""
 
-    def __init__(self, database: Database, client: EngineClient, store: WeightStore, engine: ScriptedEngine) -> None:
+    def __init__(
+        self,
+        database: Database,
+        client: EngineClient,
+        store: WeightStore,
+        engine: ScriptedEngine,
+        *,
+        config: RunConfig = CONFIG,
+    ) -> None:
         self.database = database
         self.client = client
         self.store = store
@@ -46,7 +55,7 @@ class Scene:
         self.cache = WeightCache(store.root / "cache")
         self.pool = EnginePool(client, self.rows, wait_s=5)
         with database.begin() as conn:
-            self.run = runs.open_run(conn, CONFIG)
+            self.run = runs.open_run(conn, config)
             engines.register(conn, engine.url, run_id=self.run.id)
 
     def rows(self, run_id: int) -> list[EngineRow]:
@@ -84,24 +93,9 @@ class Scene:
     async def until_held(self, *numbers: int) -> None:
         await until(lambda: set(self.engine.adapters) == {version_name("run-a", number) for number in numbers})
 
-    async def turn(self, *, episode: int = 1) -> Sampled:
+    async def turn(self, *, episode: int = 1, eval_version: int | None = None) -> Sampled:
         """One turn, over the pool as RUN takes it."""
-        claim = Claim(
-            stage=Stage.RUN,
-            episode_id=episode,
-            attempt=1,
-            token=uuid4(),
-            worker="w",
-            group_id=1,
-            run_id=self.run.id,
-            config=CONFIG,
-            handler="calculator",
-            payload={},
-            prepared=None,
-            num_turns=0,
-            outcome=None,
-            transcript=[],
-        )
+        claim = make_claim(self.run.config, episode=episode, run_id=self.run.id, eval_version=eval_version)
         return (await self.pool.generate(claim, [1], request_id=uuid4().hex, stop_ids=(29,))).sampled
 
 
@@ -143,6 +137,7 @@ async def test_a_request_keeps_its_adapter_and_the_next_turn_takes_the_newest(sc
         assert not running.done()
         scene.engine.token_s = 0
         assert versions_of(await running) == [0]
+        await asyncio.sleep(CACHE_S)  # The pool's list of engines may be as old as that.
         assert versions_of(await scene.turn()) == [4]
         scene.publish(5)
         await scene.until_held(3, 4, 5)
@@ -285,3 +280,28 @@ async def test_an_engine_that_was_left_paused_is_resumed(scene: Scene) -> None:
     async with scene.keeping():
         await until(lambda: not scene.engine.paused)
         await scene.until_serving(0)
+
+
+async def test_an_evaluation_is_played_with_its_adapter_and_the_next_one_is_served_after_it(
+    database: Database, tmp_path: Path
+) -> None:
+    engine = ScriptedEngine(lambda prompt: [7] * 5)
+    await engine.start()
+    config = CONFIG.model_copy(update={"eval": EvalConfig(every_versions=10)})
+    async with EngineClient(timeout_s=5) as client:
+        scene = Scene(database, client, WeightStore(tmp_path), engine, config=config)
+        async with scene.keeping():
+            scene.publish(0)
+            await scene.until_serving(0)
+            scene.publish(1)
+            assert versions_of(await scene.turn(eval_version=0)) == [0]
+            with database.begin() as conn:
+                assert evaluations.is_pending(conn, scene.run.id)
+                conn.execute(text("UPDATE evaluation_point SET finished_at = now()"))
+            await scene.until_serving(1)
+            # The pool's list of engines may be a moment old.
+            async with asyncio.timeout(60):
+                seen = [0]
+                while seen != [1]:
+                    seen = versions_of(await scene.turn())
+    await engine.stop()

@@ -89,7 +89,7 @@ def test_an_engine_comes_is_drained_comes_back_and_goes(
     assert rollmill("add", f"{engine}/", "--run", "run-a") == (0, added)
     assert states(database) == {engine: EngineState.SERVING}
     code, said = rollmill("list")
-    assert (code, said.splitlines()[1].split()) == (0, [engine, "run-a", "serving", "-", "never", "0", "0", "0"])
+    assert (code, said.splitlines()[1].split()) == (0, [engine, "run-a", "serving", "-", "-", "never", "0", "0", "0"])
     assert rollmill("drain", engine) == (0, f"engine {engine} gets no new work; none runs\n")
     assert states(database) == {engine: EngineState.DRAINING}
     assert rollmill("add", engine, "--run", "run-a") == (0, added)

@@ -306,3 +306,16 @@ def test_files_of_a_version_are_kept_until_it_is_evaluated(scene: Scene):
         assert versions.needed(conn, scene.run.id) == {0}
         evaluations.close(conn, scene.run.id, 0)
         assert versions.needed(conn, scene.run.id) == frozenset()
+
+
+def test_rows_to_train_by_sql_are_never_those_of_held_out_tasks(scene: Scene):
+    scene.publish(0)
+    held_out = scene.round()
+    trained = [wakeup for wakeup in scene.sent if wakeup not in held_out]
+    for wakeup in (held_out[0], trained[0]):
+        scene.finish(wakeup)
+    assert scene.query("SELECT DISTINCT episode_id FROM samples") == [(trained[0].episode_id,)]
+    assert scene.query("SELECT episode_id, eval_version FROM turns ORDER BY eval_version") == [
+        (held_out[0].episode_id, 0),
+        (trained[0].episode_id, None),
+    ]

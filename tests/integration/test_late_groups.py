@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from sqlalchemy import text
+
 from common.db import late, steps, versions
 from common.db.snapshot import take_snapshot
 from common.episode import DropReason, EpisodeState
@@ -89,3 +91,17 @@ def test_the_reaper_leaves_groups_that_may_still_be_trained(world: World, tmp_pa
     with world.database.begin() as conn:
         states = take_snapshot(conn, world.run.id).episodes
     assert [states[state] for state in (EpisodeState.SCORED, EpisodeState.CANCELLED, EpisodeState.NEW)] == [2, 1, 1]
+
+
+def test_a_group_of_an_evaluation_is_not_waited_for(world: World):
+    publish(world, 0)
+    first, second, *held_out = world.feed(2)
+    world.finish(first)
+    world.finish(second)
+    with world.database.begin() as conn:
+        conn.execute(
+            text("UPDATE episode_group SET eval_version = 0 WHERE id = (SELECT group_id FROM episode WHERE id = :id)"),
+            {"id": held_out[0].episode_id},
+        )
+    publish(world, 1)
+    assert take(world, 1).step is not None

@@ -14,6 +14,7 @@ from sqlalchemy.exc import IntegrityError
 from common.config import RolloutConfig, SharingConfig
 from common.db import (
     engines,
+    episode_files,
     episodes,
     groups,
     report,
@@ -122,6 +123,8 @@ def sample(cast: Cast, wakeup: Wakeup) -> Wakeup:
     claim = claim_as(cast[Role.RUN], wakeup)
     with cast[Role.RUN].begin() as conn:
         turns.save(conn, claim, make_turn(0))
+        for content in (b"first", b"again"):
+            episode_files.save(conn, claim, content=content, num_files=1, left_out={"link": 2})
         assert turns.load(conn, claim.episode_id, claim.attempt) == [make_turn(0)]
         return turns.save_last(conn, claim, make_turn(1), outcome=Outcome.FINISHED)
 
@@ -130,6 +133,8 @@ def score(cast: Cast, wakeup: Wakeup, reward: float = 1.0) -> None:
     claim = claim_as(cast[Role.EVAL], wakeup)
     with cast[Role.EVAL].begin() as conn:
         assert [message["content"] for turn in claim.transcript for message in turn] == ["said", "said"]
+        handed = episode_files.load(conn, claim.episode_id, claim.attempt)
+        assert handed == episode_files.StoredFiles(content=b"again", left_out={"link": 2})
         episodes.move(conn, claim, EpisodeState.SCORED, why="scored", reward=reward, reward_parts={"right": reward})
 
 
@@ -232,7 +237,11 @@ def test_the_run_fleet_keeps_its_engines(cast: Cast, world: World) -> None:
     with cast[Role.RUN].begin() as conn:
         (engine,) = engines.own(conn, "keeper", lease_s=60)
         engines.failed(conn, engine.id, owner="keeper", error="no answer", quarantine_after=3)
-        engines.loaded(conn, engine.id, owner="keeper", version=0)
+        claim = engines.starts_loading(conn, engine.id, owner="keeper", version=0)
+        engines.loaded(conn, engine.id, owner="keeper", version=0, wire="vllm-generate")
+        assert claim is not None
+        assert (engines.claim(conn, engine.id, owner="keeper") or 0) > claim
+        assert engines.claim(conn, engine.id, owner="another") is None
         assert [serving.version for serving in engines.serving(conn, world.run.id)] == [0]
         engines.serves(conn, engine.id, owner="keeper", version=None)
         assert versions.newest(conn, world.run.id) is None

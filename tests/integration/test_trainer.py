@@ -8,13 +8,10 @@ import signal
 import subprocess
 import sys
 import threading
-import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 from sqlalchemy import text
@@ -22,33 +19,23 @@ from sqlalchemy.exc import IntegrityError
 
 from common.config import RolloutConfig, RunConfig, TrainConfig
 from common.config_tracking import TrackingConfig
-from common.db import engines, episodes, report, run_control, runs, steps, tasks, turns, versions
+from common.db import engines, episodes, report, run_control, runs, steps, tasks
 from common.db.session import Database
 from common.db.versions import PolicyVersion
 from common.episode import (
     EpisodeState,
-    FinishReason,
     RunState,
-    Sampled,
-    ScoredEpisode,
-    Turn,
-    TurnTokens,
-    VersionSpan,
 )
 from common.errors import DatabaseUnavailable, SetupError
 from common.outcomes import Outcome
 from common.weights import verify
+from tests.integration.trained import NO_BROKER, database_away, newest, play, wait_for_version
 from tests.integration.world import World
 from trainer.checkpoint import STATE_FILE
 from trainer.loop import Trainer, make_trainer
-from trainer.policy import Policy
-from trainer.samples import make_samples, pad
 from trainer.source import wait_for_work
-from trainer.tiny import VOCAB_SIZE, make_model, save_model
+from trainer.tiny import make_model, save_model
 from trainer.tracking import SinkThread, Tracker
-
-NO_BROKER = "amqp://guest:guest@127.0.0.1:1//"
-"""Nothing listens there: announcements fail, which the trainer bears."""
 
 
 @pytest.fixture(scope="module")
@@ -82,61 +69,6 @@ def new_trainer(world: World, tmp_path: Path) -> Callable[[], Trainer]:
         return make_trainer(world.run, world.database, data_dir=tmp_path, broker_url=NO_BROKER)
 
     return make
-
-
-def newest(world: World) -> PolicyVersion | None:
-    with world.database.begin() as conn:
-        return versions.newest(conn, world.run.id)
-
-
-def wait_for_version(world: World, number: int) -> PolicyVersion:
-    deadline = time.monotonic() + 60
-    while (version := newest(world)) is None or version.number < number:
-        assert time.monotonic() < deadline, f"version {number} did not come, newest is {version}"
-        time.sleep(0.02)
-    return version
-
-
-def play(world: World, version: PolicyVersion, *, num_groups: int = 2) -> None:
-    """Groups of two episodes with rewards 1 and 0, sampled by the published weights as an engine would."""
-    policy = Policy.load(world.run.config.model_copy(update={"model": version.path}))
-    for number, wakeup in enumerate(world.feed(num_groups)):
-        claim = world.must_claim(world.prepare(wakeup))
-        with world.database.begin() as conn:
-            for turn in sampled_turns(policy, seed=wakeup.episode_id, version=version.number):
-                turns.save(conn, claim, turn)
-            moved = episodes.move(conn, claim, EpisodeState.SAMPLED, why="finished", outcome=Outcome.FINISHED)
-        assert moved is not None
-        world.score(moved, reward=float(number % 2))
-
-
-def sampled_turns(policy: Policy, *, seed: int, version: int) -> list[Turn]:
-    """Two turns of random ids with the log-probs that `policy` gives them."""
-    rng = np.random.default_rng(seed)
-    suffixes, sampled = (rng.integers(0, VOCAB_SIZE, size=(2, 6), dtype=np.int32) for _ in range(2))
-    blank = [
-        TurnTokens(suffix_ids=a, sampled_ids=b, logprobs=np.zeros(6, np.float32), versions=np.zeros(6, np.int32))
-        for a, b in zip(suffixes, sampled, strict=True)
-    ]
-    (row,) = make_samples(ScoredEpisode(episode_id=seed, group_id=0, outcome="finished", reward=0, turns=tuple(blank)))
-    with torch.no_grad():
-        logprobs = policy.logprobs(pad([row]))[0].numpy()[row.mask_L].reshape(2, 6)
-    return [
-        Turn(
-            index=index,
-            suffix_ids=tuple(suffixes[index].tolist()),
-            sampled=Sampled(
-                ids=tuple(sampled[index].tolist()),
-                logprobs=tuple(logprobs[index].tolist()),
-                spans=(VersionSpan(version=version, start=0, end=6),),
-                finish_reason=FinishReason.STOP,
-            ),
-            messages=(),
-            engine="http://engine",
-            latency_ms=1,
-        )
-        for index in range(2)
-    ]
 
 
 def test_run_is_trained_to_its_last_version(world: World, new_trainer: Callable[[], Trainer]) -> None:
@@ -248,6 +180,21 @@ def test_damaged_checkpoint_is_named_and_nothing_is_lost(
     assert newest(world) == published
 
 
+def test_checkpoint_of_another_databases_run_of_this_name_is_refused_and_stays(
+    world: World, new_trainer: Callable[[], Trainer], tmp_path: Path
+) -> None:
+    one_step(world, new_trainer())
+    state = tmp_path / "checkpoints" / "run-a" / "000001" / STATE_FILE
+    before = state.read_bytes()
+    with world.database.begin() as conn:
+        conn.execute(text("UPDATE run SET created_at = created_at + interval '1 second'"))
+    with pytest.raises(
+        SetupError, match=f"^{state.parent} is of run run-a of database postgres.* and this is run run-a"
+    ):
+        new_trainer().resume()
+    assert state.read_bytes() == before
+
+
 @pytest.mark.parametrize("folder", ["weights", "checkpoints"])
 def test_refused_write_is_one_line_and_leaves_the_step_to_be_replayed(
     world: World, new_trainer: Callable[[], Trainer], tmp_path: Path, folder: str
@@ -324,23 +271,6 @@ def test_waiting_outlasts_a_database_that_goes_away(world: World, postgres_url: 
             stop.set()
     assert work is not None
     assert [len(group.episodes) for group in work.groups] == [2, 2]
-
-
-@contextmanager
-def database_away(database: Database, server_url: str) -> Iterator[None]:
-    """Nobody can talk to the database inside the block."""
-    name = database.engine.url.database
-    server = Database.connect(server_url, pool_size=1)
-    try:
-        with server.begin() as conn:
-            conn.execute(text(f"ALTER DATABASE {name} ALLOW_CONNECTIONS false"))
-        with server.begin() as conn:
-            conn.execute(text("SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE datname = :n"), {"n": name})
-        yield
-        with server.begin() as conn:
-            conn.execute(text(f"ALTER DATABASE {name} ALLOW_CONNECTIONS true"))
-    finally:
-        server.dispose()
 
 
 def test_a_run_that_is_stopped_within_a_step_ends_the_trainer_and_publishes_nothing(

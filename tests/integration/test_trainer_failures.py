@@ -21,7 +21,7 @@ from common.errors import DatabaseUnavailable, SetupError
 from common.weights import Published, WeightStore
 from deploy.status import status_table
 from tests.integration import test_trainer
-from tests.integration.test_trainer import database_away, newest, play, wait_for_version
+from tests.integration.trained import database_away, newest, play, wait_for_version
 from tests.integration.world import World
 from trainer.loop import Trainer
 from trainer.source import wait_for_work

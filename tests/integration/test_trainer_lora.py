@@ -16,7 +16,7 @@ from common.db.versions import PolicyVersion
 from common.episode import EpisodeState
 from common.outcomes import Outcome
 from common.weights import ADAPTER_CONFIG, ADAPTER_WEIGHTS, verify
-from tests.integration.test_trainer import NO_BROKER, sampled_turns
+from tests.integration.trained import NO_BROKER, sampled_turns
 from tests.integration.world import World
 from trainer.loop import Trainer, make_trainer
 from trainer.source import wait_for_work

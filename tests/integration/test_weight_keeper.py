@@ -110,7 +110,38 @@ async def test_loads_the_newest_version_at_start(scene: Scene, engine: ScriptedE
     async with scene.keeping():
         await scene.until_serving(engine, 1)
     order = [path for path in engine.calls if path in PROTOCOL]
-    assert order[:8] == ["/health", "/weight_info", "/is_paused", "/pause", NAME, LOAD, NAME, "/resume"]
+    look = ["/health", "/weight_info", "/is_paused"]
+    assert order[:10] == [*look, "/pause", NAME, LOAD, "/is_paused", NAME, "/resume", "/weight_info"]
+    assert scene.stored(engine).wire == "vllm-generate"
+
+
+async def test_one_that_somebody_resumed_under_a_load_forgets_what_it_decoded_meanwhile(
+    scene: Scene, engine: ScriptedEngine
+) -> None:
+    scene.publish(0)
+    engine.load_s = 0.3
+    async with scene.keeping():
+        await until(lambda: LOAD in engine.calls and engine.paused)
+        engine.resume()
+        await scene.until_serving(engine, 0)
+    order = [path for path in engine.calls if path in PROTOCOL]
+    assert order[3:10] == ["/pause", NAME, LOAD, "/is_paused", "/pause", NAME, "/resume"]
+
+
+async def test_a_name_that_somebody_else_gave_is_not_taken_for_what_was_loaded(
+    scene: Scene, engine: ScriptedEngine
+) -> None:
+    scene.publish(0)
+    scene.publish(1)
+    engine.fail_next("/resume", Fault.ERROR)
+    async with scene.keeping():
+        await until(lambda: "/resume" in engine.calls)
+        engine.version = "run-a/000000"
+        await until(lambda: scene.stored(engine).num_failures + scene.stored(engine).failures > 0)
+        assert "named it run-a/000000 since" in scene.stored(engine).error
+        assert scene.stored(engine).version is None
+        await scene.until_serving(engine, 1)
+    assert engine.calls.count(LOAD) == 2
 
 
 async def test_an_announcement_is_faster_than_the_poll(scene: Scene, engine: ScriptedEngine) -> None:

@@ -18,8 +18,8 @@ from common.errors import SetupError
 from common.object_store import ObjectStore
 from common.weights import Published, WeightsUnavailable
 from tests.integration import test_trainer, test_weight_keeper
-from tests.integration.test_trainer import newest, play, wait_for_version
 from tests.integration.test_weight_keeper import LOAD, Scene
+from tests.integration.trained import newest, play, wait_for_version
 from tests.integration.world import World, make_turn, make_world
 from tests.unit.workers.waiting import until
 from trainer.loop import NUM_KEPT, Trainer

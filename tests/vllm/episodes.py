@@ -14,8 +14,8 @@ import torch
 
 from common.config import RunConfig
 from common.db.engines import EngineRow
-from common.db.episodes import Claim
-from common.episode import EngineState, ScoredEpisode, Stage, ToolCall, Turn, TurnTokens
+from common.episode import EngineState, ScoredEpisode, ToolCall, Turn, TurnTokens
+from tests.claims import make_claim
 from trainer.policy import Policy
 from trainer.samples import Sample, make_samples, microbatches, pad
 from workers.agent import Agent, Generated
@@ -94,7 +94,8 @@ class RunStage:
 
     async def play(self, number: int, payload: dict[str, object]) -> Played:
         played = Played()
-        claim = make_claim(number, self.config)
+        group = number // self.config.rollout.group_size
+        claim = make_claim(self.config, episode=number, group=group)
         prepared = self.handler.init(payload)  # type: ignore[arg-type]
 
         async def generate(prompt_ids: list[int]) -> Generated:
@@ -120,25 +121,6 @@ class RunStage:
         if end.last is not None:
             played.turns.append(end.last)
         return played
-
-
-def make_claim(number: int, config: RunConfig) -> Claim:
-    return Claim(
-        stage=Stage.RUN,
-        episode_id=number,
-        attempt=1,
-        token=uuid4(),
-        worker="w",
-        group_id=number // config.rollout.group_size,
-        run_id=1,
-        config=config,
-        handler="calculator",
-        payload={},
-        prepared=None,
-        num_turns=0,
-        outcome=None,
-        transcript=[],
-    )
 
 
 async def play_until_enough(stage: RunStage, *, num_episodes: int) -> list[Played]:

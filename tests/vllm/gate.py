@@ -33,6 +33,8 @@ class Stop:
     released: asyncio.Event = field(default_factory=asyncio.Event)
     delivers: bool = False
     """What happens at the release: it goes on its way, or its connection is cut."""
+    status: int | None = None
+    """Of the engine's answer; None = there is none yet."""
 
     async def wait(self, *, within_s: float) -> None:
         """Return when a request stands here; TimeoutError if none does in time."""
@@ -47,10 +49,14 @@ class Stop:
 class Gate:
     """Has a URL of its own, under which the engine is registered."""
 
-    def __init__(self, target: str) -> None:
+    def __init__(self, target: str, *, shut: str | None = None) -> None:
+        """`shut` is a route that it has not; None = it has all of the engine's."""
         self._target = target
+        self._shut = shut
         self.num_aborted = 0
         """Requests that the engine ended as aborted."""
+        self.num_refused = 0
+        """Requests that the engine's fence kept away."""
         self._stop: Stop | None = None
         self._runner: web.AppRunner | None = None
         self._session: aiohttp.ClientSession | None = None
@@ -85,6 +91,8 @@ class Gate:
 
     async def _pass(self, request: web.Request) -> web.StreamResponse:
         body = await request.read()
+        if request.path == self._shut:
+            return web.Response(status=404)
         stop = self._stop
         if stop is None or request.path != stop.path or stop.word not in body.decode():
             return await self._forward(request, body)
@@ -98,7 +106,9 @@ class Gate:
         await stop.released.wait()
         if not stop.delivers:
             return _cut(request)
-        return answer or await self._forward(request, body)
+        answer = answer or await self._forward(request, body)
+        stop.status = answer.status
+        return answer
 
     async def _forward(self, request: web.Request, body: bytes) -> web.StreamResponse:
         assert self._session is not None
@@ -109,6 +119,7 @@ class Gate:
             ) as answer:
                 said = await answer.read()
                 self.num_aborted += b'"finish_reason":"abort"' in said
+                self.num_refused += answer.status == 409
                 return web.Response(status=answer.status, body=said, content_type=answer.content_type or None)
         except (aiohttp.ClientError, OSError):
             return _cut(request)

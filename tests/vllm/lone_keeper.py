@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import multiprocessing
+import os
+import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
 from multiprocessing.context import ForkServerProcess
@@ -70,6 +72,18 @@ class Keepers:
         process.kill()
         process.join(END_TIMEOUT_S)
         assert not process.is_alive()
+
+    def stop(self, owner: str) -> None:
+        """SIGSTOP: it does nothing, also not renew what it owns, until `go_on`."""
+        self._signal(owner, signal.SIGSTOP)
+
+    def go_on(self, owner: str) -> None:
+        self._signal(owner, signal.SIGCONT)
+
+    def _signal(self, owner: str, number: signal.Signals) -> None:
+        pid = self._started[owner].pid
+        assert pid is not None
+        os.kill(pid, number)
 
     def kill_all(self) -> None:
         for process in self._started.values():

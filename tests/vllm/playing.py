@@ -24,7 +24,7 @@ from common.episode import EpisodeState, FinishReason, Stage, Turn
 from common.settings import Settings
 from common.weights import WeightStore
 from tests.vllm.serving import RUN, publish
-from trainer.policy import load_model
+from trainer.modelling import load_model
 from workers.engine_client import EngineClient
 from workers.engine_pool import EnginePool
 from workers.handlers.calculator import Calculator

@@ -7,16 +7,24 @@ from collections.abc import Iterator
 from pathlib import Path
 from uuid import uuid4
 
+import numpy as np
 import pytest
+import torch
 
 from common.config import RolloutConfig, RunConfig
+from common.config_distill import DistillConfig
 from common.episode import FinishReason, Sampled
-from common.errors import SetupError
+from common.errors import RollmillError, SetupError
 from common.weights import version_name
 from deploy.engine_ask import EngineKind
 from deploy.engine_probe import check_engine, num_requests
+from tests.ranks import random_rows
 from tests.vllm.episodes import MIN_TURNS, SAMPLINGS, RunStage, TappedHttp, compare, play_until_enough
 from tests.vllm.serving import RUN, serving
+from trainer.policy import Policy
+from trainer.samples import pad
+from trainer.teacher import read_tokenizer
+from trainer.teacher_server import ServedTeacher
 from workers.engine_client import EngineClient
 from workers.engine_errors import ContextOverflow
 from workers.wires.completions import COMPLETIONS
@@ -24,6 +32,8 @@ from workers.wires.vllm import GENERATE
 
 NUM_EPISODES = 40
 MAX_MODEL_LEN = 512
+MAX_TEACHER_GAP = 1e-4
+"""Nats: float32 on both sides."""
 
 
 @pytest.fixture(scope="module")
@@ -113,3 +123,29 @@ async def test_raw_logprobs_are_found_out_and_a_full_context_on_the_generate_rou
         for num_ids in (MAX_MODEL_LEN, MAX_MODEL_LEN + 100):
             with pytest.raises(ContextOverflow):
                 await generate(client, url, [5] * num_ids)
+
+
+def test_as_a_teacher_it_says_what_its_model_says_and_which_vocabulary_it_has(
+    engine: str, tiny: Path, tmp_path: Path, figures: dict[str, object]
+) -> None:
+    distill = DistillConfig(teacher=engine)
+    teacher = ServedTeacher(distill, tokenizer=read_tokenizer(tiny))
+    teacher.check()
+    rows = random_rows(lengths=[12, 60, MAX_MODEL_LEN - 1], seed=3)
+    policy = Policy.load(RunConfig(name=RUN, model=tiny))
+    found = teacher.logprobs(rows)
+    gap = 0.0
+    for row in rows:
+        with torch.no_grad():
+            expected_L = policy.logprobs(pad([row]))[0].numpy()
+        gap = max(gap, float(np.abs(found[row.key] - expected_L)[row.mask_L].max()))
+    figures["teacher_gap_max"] = f"{gap:.1e}"
+    assert gap < MAX_TEACHER_GAP
+    (too_long,) = random_rows(lengths=[MAX_MODEL_LEN + 2], seed=3)
+    with pytest.raises(RollmillError, match=r"episode 0 row 0: .* answers 400: "):
+        teacher.logprobs([too_long])
+
+    text = (tiny / "tokenizer.json").read_text()
+    (tmp_path / "tokenizer.json").write_text(text.replace("<tool_response>", "<answer>"))
+    with pytest.raises(SetupError, match=r"id [0-9]+ is '<tool_response>' there, '<answer>' here"):
+        ServedTeacher(distill, tokenizer=read_tokenizer(tmp_path)).check()

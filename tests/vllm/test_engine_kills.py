@@ -5,86 +5,25 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-import subprocess
-import sys
-from collections.abc import AsyncIterator, Iterator
-from contextlib import AsyncExitStack, contextmanager
-from dataclasses import dataclass
+from collections.abc import AsyncIterator
 from pathlib import Path
 
 import aiohttp
 import pytest
-from sqlalchemy import text
 
-from common.db import engines
 from common.db.session import Database
 from common.weight_cache import WeightCache
 from common.weights import version_name
-from deploy.ports import free_port
-from deploy.procfs import PROC, all_stats
 from tests.unit.workers.waiting import until
-from tests.vllm.gate import Gate, Side
+from tests.vllm.gate import Side
 from tests.vllm.playing import Trainee, judge, playing
+from tests.vllm.served import Served, serving_behind_gates
 from tests.vllm.serving import RUN, START_TIMEOUT_S
 from workers.engine_client import EngineClient
 from workers.engine_errors import EngineUnavailable
 from workers.weight_keeper import WeightKeeper
 
-NUM_ENGINES = 2
 WITHIN_S = 30.0
-
-
-@dataclass(kw_only=True)
-class Served:
-    """An engine that `rollmill engine serve` keeps alive, and the gate under whose URL the run knows it."""
-
-    command: subprocess.Popen[bytes]
-    address: str
-    gate: Gate
-
-    @property
-    def server(self) -> int:
-        """Pid of the API server, which leads the group."""
-        (pid,) = [stat.pid for stat in all_stats() if stat.ppid == self.command.pid]
-        return pid
-
-    def core(self) -> int:
-        """Pid of the process that computes."""
-        (pid,) = [
-            stat.pid
-            for stat in all_stats()
-            if stat.pgrp == self.server and b"EngineCore" in (PROC / str(stat.pid) / "cmdline").read_bytes()
-        ]
-        return pid
-
-    def kill(self) -> None:
-        """SIGKILL the server and all that it has."""
-        os.killpg(self.server, signal.SIGKILL)
-
-
-@contextmanager
-def commands(model: Path, database_url: str, folder: Path) -> Iterator[list[tuple[subprocess.Popen[bytes], str]]]:
-    """`rollmill engine serve`, several times, with the addresses of what they serve."""
-    environment = {name: value for name, value in os.environ.items() if not name.startswith("ROLLMILL_")}
-    started: list[tuple[subprocess.Popen[bytes], str]] = []
-    try:
-        for _ in range(NUM_ENGINES):
-            port = free_port()
-            command = [sys.executable, "-m", "deploy.cli", "engine", "serve", str(model), "--run", RUN]
-            with (folder / f"serve-{port}.log").open("wb") as log:
-                process = subprocess.Popen(
-                    [*command, "--port", str(port), "--drain-seconds", "0", "--data-dir", str(folder / "data")],
-                    env={**environment, "ROLLMILL_DATABASE_URL": database_url},
-                    stdout=log,
-                    stderr=subprocess.STDOUT,
-                )
-            started.append((process, f"http://127.0.0.1:{port}"))
-        yield started
-    finally:
-        for process, _ in started:
-            process.terminate()
-        for process, _ in started:
-            process.wait(60)
 
 
 @pytest.fixture
@@ -96,24 +35,8 @@ def trainee(database: Database, tiny: Path, tmp_path: Path) -> Trainee:
 
 @pytest.fixture
 async def served(trainee: Trainee, database_url: str, tiny: Path, tmp_path: Path) -> AsyncIterator[list[Served]]:
-    with commands(tiny, database_url, tmp_path) as started:
-        async with AsyncExitStack() as stack:
-            found = []
-            for process, address in started:
-                gate = await stack.enter_async_context(Gate(address))
-                found.append(Served(command=process, address=address, gate=gate))
-            for one in found:
-                await until(lambda one=one: is_registered(trainee.database, one.address), within_s=START_TIMEOUT_S)
-                with trainee.database.begin() as conn:
-                    # All go through the gate. The command's own row stays: without it, it would end.
-                    conn.execute(text("UPDATE engine SET run_id = NULL WHERE url = :url"), {"url": one.address})
-                    engines.register(conn, one.gate.url, run_id=trainee.run.id)
-            yield found
-
-
-def is_registered(database: Database, url: str) -> bool:
-    with database.begin() as conn:
-        return url in {row.url for row in engines.status(conn)}
+    async with serving_behind_gates(trainee, database_url, tiny, tmp_path) as found:
+        yield found
 
 
 async def in_the_middle_of_requests(url: str) -> None:

@@ -32,7 +32,7 @@ from deploy.vllm import DEFAULT_PYTHON, VllmPlan, vllm_spec
 from tests.unit.workers.waiting import until
 from tests.vllm.serving import RUN, make_model, publish, serving
 from trainer.engine_admin import EngineAdmin, TransferFailed
-from trainer.policy import load_model
+from trainer.modelling import load_model
 from trainer.transfer import FolderTransport, hand_over
 from workers.engine_client import EngineClient
 from workers.engine_errors import LoadRefused

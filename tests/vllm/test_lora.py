@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import copy
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from uuid import uuid4
 
@@ -17,15 +17,16 @@ from transformers import PreTrainedModel
 from common.config import RolloutConfig, RunConfig, TrainConfig
 from common.db import engines, runs, versions
 from common.db.engines import EngineRow, EngineStatus
-from common.db.episodes import Claim
 from common.db.session import Database
-from common.episode import Sampled, Stage
+from common.episode import Sampled
 from common.weight_cache import WeightCache
 from common.weights import WeightStore, version_name
 from deploy.engine_probe import check_engine
 from deploy.vllm import lora_plan
+from tests.claims import make_claim
 from tests.lora import make_adapted, publish_adapter
 from tests.unit.workers.waiting import until
+from tests.vllm.gate import Gate
 from tests.vllm.serving import RUN, serving
 from tests.vllm.test_hot_load import PROMPTS, gap
 from workers.engine_client import EngineClient
@@ -33,6 +34,7 @@ from workers.engine_errors import EngineUnavailable, LoadRefused
 from workers.engine_pool import EnginePool
 from workers.engine_reply import parse_sampled
 from workers.weight_keeper import WeightKeeper
+from workers.wires.vllm import GENERATE
 
 MAX_DLOGPROB = 1e-4
 IN_FLIGHT = 16
@@ -81,22 +83,7 @@ class Scene:
             return engines.status(conn)[0]
 
     async def turn(self, prompt: list[int], *, episode: int) -> Sampled:
-        claim = Claim(
-            stage=Stage.RUN,
-            episode_id=episode,
-            attempt=1,
-            token=uuid4(),
-            worker="w",
-            group_id=episode,
-            run_id=self.run.id,
-            config=self.run.config,
-            handler="calculator",
-            payload={},
-            prepared=None,
-            num_turns=0,
-            outcome=None,
-            transcript=[],
-        )
+        claim = make_claim(self.run.config, episode=episode, group=episode, run_id=self.run.id)
         return (await self.pool.generate(claim, prompt, request_id=uuid4().hex, stop_ids=())).sampled
 
 
@@ -136,26 +123,34 @@ def scene(database: Database, client: EngineClient, engine: str, tiny: Path, tmp
     return Scene(database, client, engine, tiny, tmp_path)
 
 
+@pytest.fixture(params=[None, GENERATE], ids=["generate", "completions"])
+async def address(request: pytest.FixtureRequest, engine: str) -> AsyncIterator[str]:
+    """Of the server, or of what hides its generate route."""
+    async with Gate(engine, shut=request.param) as gate:
+        yield gate.url
+
+
 async def test_an_adapter_samples_as_the_trainers_model_and_as_the_merged_one(
-    engine: str, client: EngineClient, tiny: Path, tmp_path: Path
+    address: str, client: EngineClient, tiny: Path, tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:
     store = WeightStore(tmp_path)
     for number in (90, 91):
         model = make_adapted(tiny, seed=number, rank=8)
-        await client.load_adapter(engine, publish_adapter(store, RUN, number, model).path, version_name(RUN, number))
+        await client.load_adapter(address, publish_adapter(store, RUN, number, model).path, version_name(RUN, number))
         merged = copy.deepcopy(model).merge_and_unload()  # type: ignore[operator]
         for prompt in PROMPTS:
-            greedy = await generate(client, engine, prompt, adapter=number)
-            sampled = await generate(client, engine, prompt, adapter=number, temperature=1.0)
+            greedy = await generate(client, address, prompt, adapter=number)
+            sampled = await generate(client, address, prompt, adapter=number, temperature=1.0)
             for one in (model, merged):
                 assert gap(one, prompt, sampled, temperature=1.0).max() < MAX_DLOGPROB
                 assert behind_the_likeliest(one, prompt, greedy) < MAX_DLOGPROB
             assert [(span.version, span.start, span.end) for span in sampled.spans] == [(number, 0, len(sampled.ids))]
     assert gap(make_adapted(tiny, seed=90, rank=8), PROMPTS[-1], sampled, temperature=1.0).max() > 0.1
+    assert client.wire(address) == f"vllm-{request.node.callspec.id}"
     for number in (90, 91):
-        await client.unload_adapter(engine, version_name(RUN, number))
+        await client.unload_adapter(address, version_name(RUN, number))
     with pytest.raises(EngineUnavailable, match=f"The model `{version_name(RUN, 90)}` does not exist"):
-        await generate(client, engine, PROMPTS[0], adapter=90)
+        await generate(client, address, PROMPTS[0], adapter=90)
 
 
 async def test_versions_under_load(scene: Scene, engine: str, client: EngineClient, figures: dict[str, object]) -> None:

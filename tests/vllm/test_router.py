@@ -21,9 +21,9 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from common.config import RolloutConfig, RunConfig
 from common.db.engines import EngineRow
-from common.db.episodes import Claim
-from common.episode import EngineState, Stage
+from common.episode import EngineState
 from common.weights import version_name
+from tests.claims import make_claim
 from tests.vllm.serving import RUN, serving
 from workers.engine_client import EngineClient
 from workers.engine_pool import EnginePool
@@ -103,7 +103,7 @@ class Episodes:
 
     async def _play(self, number: int) -> None:
         group = number // GROUP_SIZE
-        claim = make_claim(number, group, self.config)
+        claim = make_claim(self.config, episode=number, group=group)
         prompt = some_ids(f"group {group}", GROUP_PROMPT)
         async with self._places:
             for turn in range(NUM_TURNS):
@@ -136,25 +136,6 @@ class Episodes:
 def some_ids(name: str, num: int) -> list[int]:
     random = Random(name)
     return [FIRST_ID + random.randrange(NUM_IDS) for _ in range(num)]
-
-
-def make_claim(number: int, group: int, config: RunConfig) -> Claim:
-    return Claim(
-        stage=Stage.RUN,
-        episode_id=number,
-        attempt=1,
-        token=uuid4(),
-        worker="w",
-        group_id=group,
-        run_id=1,
-        config=config,
-        handler="calculator",
-        payload={},
-        prepared=None,
-        num_turns=0,
-        outcome=None,
-        transcript=[],
-    )
 
 
 async def play(client: EngineClient, urls: list[str], model: Path) -> tuple[Episodes, float]:

@@ -27,7 +27,7 @@ from deploy.ports import free_port
 from deploy.procfs import all_stats
 from tests.unit.workers.waiting import until
 from tests.vllm.serving import RUN, START_TIMEOUT_S, publish
-from trainer.policy import load_model
+from trainer.modelling import load_model
 from workers.engine_client import EngineClient
 from workers.weight_keeper import WeightKeeper
 

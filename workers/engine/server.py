@@ -68,6 +68,8 @@ class Routes:
         self._max_model_len = model.max_model_len
         self._created = int(time.time())
         self._loading = asyncio.Lock()
+        self._claim = 0
+        """The newest under which somebody set out to load it."""
         self._adapters: dict[str, Adapter] = {}
         """By name; those that are unloaded live on in the requests that have them."""
 
@@ -185,14 +187,21 @@ class Routes:
         body = parse(RpcBody, await http.read())
         if body.method != "load_version":
             return _error(500, f"unknown method {body.method!r}; this engine knows load_version")
-        if len(body.args) != 2:
-            raise BadRequest(f"args: load_version takes a folder and a version (got {body.args})")
-        return web.json_response({"results": [await self._load_version(Path(body.args[0]), body.args[1])]})
+        if len(body.args) not in (2, 3) or not all(claim.isdecimal() for claim in body.args[2:]):
+            raise BadRequest(f"args: load_version takes a folder and a version, and perhaps a claim (got {body.args})")
+        claim = int(body.args[2]) if body.args[2:] else None
+        return web.json_response({"results": [await self._load_version(Path(body.args[0]), body.args[1], claim)]})
 
-    async def _load_version(self, folder: Path, version: str) -> dict[str, bool | str | float]:
+    async def _load_version(self, folder: Path, version: str, claim: int | None) -> dict[str, bool | str | float]:
         """Read and check the folder beside the decoding, then swap. After any error the old weights serve on."""
         started = time.perf_counter()
         async with self._loading:
+            if claim is not None:
+                if claim < self._claim:
+                    late = f"claim {claim} is older than {self._claim}"
+                    logger.warning("load refused version=%s reason=%s", version, late)
+                    return {"ok": False, "superseded": True, "error": late}
+                self._claim = claim
             try:
                 weights = await asyncio.to_thread(self._read_weights, folder)
             except RollmillError as error:

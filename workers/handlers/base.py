@@ -19,6 +19,8 @@ from common.config_network import NetworkConfig
 from common.episode import Frozen, Message, ToolCall, ToolSpec
 from common.errors import EpisodeError
 from common.outcomes import Outcome
+from workers.evaluator.judge import Judge
+from workers.evaluator.submission import FileRules
 from workers.sandbox.protocol import SandboxSession
 
 T = TypeVar("T")
@@ -54,9 +56,15 @@ class Score:
     """What the policy is trained on: finite, of magnitude <= MAX_REWARD."""
     parts: Mapping[str, float] = field(default_factory=dict)
     """Named components, for people; each bounded like the reward."""
+    tampered: bool = False
+    """The agent tampered with its tests: that becomes the episode's outcome, and the reward can't be above 0."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "reward", _bounded(self.reward, "reward"))
+        if self.tampered and self.reward > 0:
+            raise ValueError(
+                f"Score: an agent that tampered with its tests gets no reward above 0, got {self.reward:g}"
+            )
         if not isinstance(self.parts, Mapping):
             raise ValueError(f"Score: parts must map names to numbers, got {reprlib.repr(self.parts)}")
         for name in self.parts:
@@ -119,6 +127,23 @@ class Compacts(Protocol):
         turns and results since. The last message must be one that the policy answers. The scorer sees the whole
         conversation all the same, and each turn stays trained behind the ids it was sampled behind.
         """
+        ...
+
+
+@runtime_checkable
+class JudgesFiles(Protocol):
+    """What a handler has instead of `eval`, if files that the agent wrote are scored.
+
+    RUN copies them out of the sandbox when the agent has stopped, and ends the sandbox; EVAL, maybe on another node,
+    tests them in a fresh one of the same kind and image.
+    """
+
+    def submits(self, payload: dict[str, JsonValue]) -> FileRules:
+        """Which files of the sandbox are the agent's answer."""
+        ...
+
+    def judge(self, payload: dict[str, JsonValue], transcript: tuple[Message, ...], judge: Judge) -> Score:
+        """Score the files, `judge.submission`, by tests that the agent has never seen: `judge.run(...)`."""
         ...
 
 

@@ -33,7 +33,8 @@ def _instance(path: str) -> Handler:
     handler_class = getattr(module, class_name, None)
     if not isinstance(handler_class, type):
         raise ValueError(f"handler {path!r}: module {module_name!r} has no class {class_name!r}")
-    methods = ("tasks", "init", "call_tool", "eval")
+    scoring = ("submits", "judge") if hasattr(handler_class, "judge") else ("eval",)
+    methods = ("tasks", "init", "call_tool", *scoring)
     if missing := [method for method in methods if not callable(getattr(handler_class, method, None))]:
         raise ValueError(f"handler {path!r} lacks {', '.join(missing)}")
     handler: Handler = handler_class()

@@ -15,6 +15,7 @@ from common.config_network import NetworkConfig
 from common.errors import EpisodeError, SetupError
 from common.outcomes import Outcome
 from common.settings import Settings
+from workers.sandbox.apptainer_images import ApptainerImages
 from workers.sandbox.bubblewrap import Bubblewrap
 from workers.sandbox.cgroup import find_groups
 from workers.sandbox.container_engine import ContainerEngine
@@ -108,7 +109,7 @@ class NodeBackend:
             "(Debian: apt-get install bubblewrap) before you let an agent that you do not trust run commands",
             trouble,
         )
-        return "restricted"
+        return "subprocess"
 
     def _trouble(self) -> str | None:
         probe = f"0-{os.getpid()}"  # no episode has number 0
@@ -124,8 +125,8 @@ class NodeBackend:
             find_groups(self._settings.sandbox_cgroup)
         if self._settings.sandbox == "bubblewrap" and (trouble := self._trouble()) is not None:
             raise SetupError(f"ROLLMILL_SANDBOX=bubblewrap: {trouble}; see rollmill sandbox doctor")
-        if self._settings.sandbox == "restricted":
-            _warn("ROLLMILL_SANDBOX=restricted")
+        if self._settings.sandbox == "subprocess":
+            _warn("ROLLMILL_SANDBOX=subprocess")
 
     def choose(self, spec: SandboxSpec) -> SandboxSpec:
         kind = spec.kind or ("docker" if spec.image is not None and self._settings.sandbox == "auto" else self.default)
@@ -150,6 +151,8 @@ class NodeBackend:
         if time.monotonic() < self._next_sweep:
             return
         self._next_sweep = time.monotonic() + SWEEP_EVERY_S
+        for handle in self._folders.forgotten_evaluations():
+            self.destroy(handle)
         try:
             self._folders.owners.sweep()
         finally:
@@ -178,9 +181,11 @@ class NodeBackend:
                 runtime=given.sandbox_runtime,
                 num_starts=given.sandbox_starts,
             )
-        if kind == "restricted" and self.default != "restricted":
+        if kind == "apptainer":
+            return ApptainerImages(self._folders, image=self._settings.sandbox_image)
+        if kind == "subprocess" and self.default != "subprocess":
             _warn("a run's sandbox.kind")
-        return FolderBackend(self._folders, Restricted() if kind == "restricted" else self._bubblewrap())
+        return FolderBackend(self._folders, Restricted() if kind == "subprocess" else self._bubblewrap())
 
     def _bubblewrap(self) -> Bubblewrap:
         # The node's own kind has been tried when it was chosen; a run may want another.

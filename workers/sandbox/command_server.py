@@ -1,12 +1,13 @@
 """The command server, which runs inside every sandbox: one shell per command, one command at a time, framed replies.
 
-One file, only the standard library, any Python from 3.8 on, since the sandbox's own Python runs it. It is the first
-process of its process namespace, or else the one that adopts orphans: so it finds every process of a command, however
-it left its group. `workers.sandbox.client` talks to it.
+The sandbox's own Python runs it, as one text that `workers.sandbox.server_text` makes of this and of
+`workers.sandbox.inside`. It is the first process of its process namespace, or else the one that adopts orphans: so it
+finds every process of a command, however it left its group. `workers.sandbox.client` talks to it.
 
-    python3 command_server.py IN_FD OUT_FD CONFIG
+    python3 THE_TEXT IN_FD OUT_FD CONFIG
 
-A request is a length (4 bytes, big endian) and JSON. A reply is two lengths, JSON and the command's output.
+A request is a length (4 bytes, big endian) and JSON: a command, or a call of `workers.sandbox.inside.calls`. A reply is
+two lengths, JSON and the command's output.
 """
 
 from __future__ import annotations
@@ -19,9 +20,16 @@ import resource
 import select
 import signal
 import stat
-import struct
 import sys
 import time
+
+from workers.sandbox.inside.calls import CALLS
+from workers.sandbox.inside.command import Command
+from workers.sandbox.inside.file_tools import FileTools
+from workers.sandbox.inside.frames import Gone, Stuck, read_request, write_reply
+from workers.sandbox.inside.own_files import clear_folder, forgiving, write_file
+from workers.sandbox.inside.processes import ProcStat, all_processes
+from workers.sandbox.inside.python_tool import PythonTool
 
 TYPE_CHECKING = False
 """Spelt out, since the import of `typing` would take a third of the time of a start."""
@@ -32,239 +40,19 @@ SHELL = "/bin/bash"
 MAX_ARGUMENT_BYTES = 100_000
 """The kernel takes at most 128 KiB in one argument; a longer command goes through a file."""
 MAX_STATE_BYTES = 1 << 20
-CHUNK_BYTES = 64 << 10
-TICK_S = 0.05
-"""How often a command's memory and processor time are looked at."""
 KILL_WAIT_S = 5.0
 NICENESS = 5
 """So that commands do not keep the worker itself waiting."""
 NO_SHELL = 126
-OUT_OF_MEMORY = ("/.sandbox/memory.events", "/sys/fs/cgroup/memory.events", "/sys/fs/cgroup/memory/memory.oom_control")
 PR_SET_DUMPABLE, PR_SET_CHILD_SUBREAPER = 4, 36
 WHOLE = b"\n#whole\n"
 """Ends a saved state that was written to its end."""
-_CLOCK_TICKS = os.sysconf("SC_CLK_TCK")
-_PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 
 SAVE_STATE = (
     "{ set +xeu; } 2>/dev/null; { builtin pwd -P; builtin printf '\\0'; builtin export -p; builtin declare -f; "
     "builtin printf '\\n#whole\\n'; } 2>/dev/null >|%s"
 )
 """Run as the shell ends, by built-in commands alone: it works where no process can be started any more."""
-
-
-class Gone(Exception):
-    """The worker has gone, or tells the server to go."""
-
-
-class Stuck(Exception):
-    """A process does not die."""
-
-
-def read_exactly(fd: int, num_bytes: int) -> bytes:
-    """Raises Gone at the end of the stream."""
-    data = b""
-    while len(data) < num_bytes:
-        try:
-            chunk = os.read(fd, num_bytes - len(data))
-        except ConnectionError:
-            chunk = b""
-        if not chunk:
-            raise Gone
-        data += chunk
-    return data
-
-
-def read_request(fd: int) -> dict[str, Any]:
-    """One request."""
-    (length,) = struct.unpack(">I", read_exactly(fd, 4))
-    request: dict[str, Any] = json.loads(read_exactly(fd, length))
-    return request
-
-
-def write_reply(fd: int, header: dict[str, Any], output: bytes = b"") -> None:
-    """One reply. Raises Gone when nobody reads it."""
-    head = json.dumps(header).encode()
-    left = memoryview(struct.pack(">II", len(head), len(output)) + head + output)
-    try:
-        while left:
-            left = left[os.write(fd, left) :]
-    except OSError as error:
-        raise Gone from error
-
-
-class ProcStat:
-    """One process as /proc shows it."""
-
-    def __init__(self, pid: int) -> None:
-        """Raises OSError when it is gone."""
-        with open(f"/proc/{pid}/stat", "rb") as file:
-            # The name, in parentheses, may hold anything.
-            fields = file.read().rpartition(b")")[2].split()
-        self.pid = pid
-        self.is_zombie = fields[0] in (b"Z", b"X")
-        self.parent = int(fields[1])
-        self.cpu_s = sum(map(int, fields[11:15])) / _CLOCK_TICKS
-        """Its own time and that of its children that have ended."""
-        self.num_threads = int(fields[17])
-        self.resident_bytes = int(fields[21]) * _PAGE_BYTES
-
-    def unshared_bytes(self) -> int:
-        """Memory that it has alone, and its part of what it shares; what maps files is not counted."""
-        sizes: dict[bytes, int] = {}
-        try:
-            with open(f"/proc/{self.pid}/smaps_rollup", "rb") as file:
-                for line in file:
-                    words = line.split()
-                    if words[0].startswith(b"Pss"):
-                        sizes[words[0]] = int(words[1]) << 10
-        except OSError:
-            # A process may hide it. Then all of it counts.
-            return self.resident_bytes
-        return sizes.get(b"Pss:", 0) - sizes.get(b"Pss_File:", 0)
-
-
-def all_processes() -> list[ProcStat]:
-    """Every process but the server and the dead ones."""
-    found = []
-    for name in os.listdir("/proc"):
-        if name.isdigit() and int(name) != os.getpid():
-            try:
-                process = ProcStat(int(name))
-            except OSError:
-                continue
-            if not process.is_zombie:
-                found.append(process)
-    return found
-
-
-class Command:
-    """One command from its start to the end of its last process."""
-
-    def __init__(self, server: Server, shell: int, output_fd: int, request: dict[str, Any]) -> None:
-        self._server = server
-        self._shell = shell
-        self._fd = output_fd
-        self._request = request
-        self._deadline = time.monotonic() + request["timeout_s"]
-        self._cpu_before_s = _reaped_cpu_s()
-        self._killed_before = _killed_for_memory()
-        self._inodes_before = server.num_inodes()
-        self._exit_code: int | None = None
-        self._kept = bytearray()
-        self._num_bytes = 0
-        self._limit: str | None = None
-        self._open = True
-        os.set_blocking(output_fd, False)
-
-    def run(self) -> tuple[dict[str, Any], bytes]:
-        """The reply's header and output. Raises Gone, Stuck."""
-        try:
-            why = self._watch()
-        finally:
-            self._server.end_processes(self._reaped)
-        self._drain()
-        if why is None and _killed_for_memory() > self._killed_before:
-            self._limit = "memory"
-        limit = why if why is not None else (self._limit or self._server.full_disk())
-        header = {
-            "exit_code": None if why in ("time", "stopped") else 128 + signal.SIGKILL if why else self._exit_code,
-            "limit": limit,
-            "num_bytes": self._num_bytes,
-        }
-        return header, bytes(self._kept)
-
-    def _watch(self) -> str | None:
-        """Why the command has to be ended; None = it ended itself."""
-        poller = select.poll()
-        for fd in (self._fd, self._server.wakeup_fd, self._server.in_fd):
-            poller.register(fd, select.POLLIN)
-        next_look = time.monotonic() + TICK_S
-        while True:
-            self._server.reap(self._reaped)
-            if self._exit_code is not None:
-                if self._exit_code != 0:
-                    self._note_processes(self._server.processes())
-                return None
-            now = time.monotonic()
-            if now >= self._deadline:
-                return "time"
-            if now >= next_look:
-                over = self._look()
-                if over is not None:
-                    return over
-                next_look = time.monotonic() + TICK_S
-            for fd, _ in poller.poll(1000 * max(0.0, min(next_look, self._deadline) - now)):
-                if fd == self._server.in_fd:
-                    read_request(fd)
-                    return "stopped"
-                if fd == self._server.wakeup_fd:
-                    self._server.drain_wakeups()
-                elif not self._read():
-                    poller.unregister(self._fd)
-            if self._num_bytes > self._request["written_bytes"]:
-                return "output"
-
-    def _reaped(self, pid: int, status: int) -> None:
-        if pid == self._shell:
-            code = os.WEXITSTATUS(status) if os.WIFEXITED(status) else 128 + os.WTERMSIG(status)
-            self._exit_code = code
-
-    def _read(self) -> bool:
-        """Take one chunk; False when there is none now, or none will come."""
-        try:
-            chunk = os.read(self._fd, CHUNK_BYTES)
-        except BlockingIOError:
-            return True
-        self._num_bytes += len(chunk)
-        self._kept += chunk[: max(0, self._request["kept_bytes"] - len(self._kept))]
-        self._open = bool(chunk)
-        return self._open
-
-    def _drain(self) -> None:
-        """All writers are dead: what they wrote last is in the pipe."""
-        while self._open and self._num_bytes <= self._request["written_bytes"]:
-            before = self._num_bytes
-            self._read()
-            if self._num_bytes == before:
-                return
-
-    def _note_processes(self, processes: list[ProcStat]) -> None:
-        # The server counts too, and the first to be refused a process have ended already.
-        if sum(process.num_threads for process in processes) + 4 >= self._server.limits["num_processes"]:
-            self._limit = "processes"
-
-    def _look(self) -> str | None:
-        """The limit of all its processes together that it is beyond."""
-        processes = self._server.processes()
-        self._note_processes(processes)
-        cpu_s = sum(process.cpu_s for process in processes) + _reaped_cpu_s() - self._cpu_before_s
-        if cpu_s > self._server.limits["cpu_s"]:
-            return "cpu"
-        if self._server.has_too_many_files(self._inodes_before):
-            return "disk"
-        most = self._server.limits["memory_bytes"]
-        # Forked processes share pages, and each of them counts those as its own: ask for the parts, which is slow.
-        over = sum(process.resident_bytes for process in processes) > most
-        if over and sum(process.unshared_bytes() for process in processes) > most:
-            return "memory"
-        return None
-
-
-def _killed_for_memory() -> int:
-    """Processes that the kernel has ended at the limit of the sandbox's control group, where it sees one."""
-    for name in OUT_OF_MEMORY:
-        try:
-            with open(name) as file:
-                return sum(int(line.split()[1]) for line in file if line.startswith("oom_kill "))
-        except OSError:
-            continue
-    return 0
-
-
-def _reaped_cpu_s() -> float:
-    used = resource.getrusage(resource.RUSAGE_CHILDREN)
-    return used.ru_utime + used.ru_stime
 
 
 class Server:
@@ -284,6 +72,7 @@ class Server:
         self._cwd = self._home_path
         self._exports: bytes | None = None
         """None = as the server's own environment."""
+        self.python = PythonTool(self)
         self.wakeup_fd, wake_fd = os.pipe()
         for fd in (self.wakeup_fd, wake_fd):
             os.set_blocking(fd, False)
@@ -300,27 +89,35 @@ class Server:
         """Until the worker goes. Raises Gone, Stuck."""
         while True:
             request = read_request(self.in_fd)
-            if "command" not in request:
+            if "stop" in request:
                 continue  # a stop that came after the command's end
-            header, output = self._run(request)
+            if "call" in request:
+                header, output = CALLS[request["call"]](self, request["given"])
+            else:
+                header, output = self._run(request)
             header["id"] = request["id"]
             write_reply(self.out_fd, header, output)
 
     def _run(self, request: dict[str, Any]) -> tuple[dict[str, Any], bytes]:
-        _clear(self._folder)
-        # Half of a surrogate pair is no text in any encoding.
-        command = request["command"].encode(errors="replace").replace(b"\0", b"?")
+        clear_folder(self._folder)
+        if "python" in request:
+            try:
+                return self.python.run(request)
+            except OSError as error:
+                return _not_started(error)
         read_fd, write_fd = os.pipe()
         try:
             try:
-                arguments = self._prepare(command)
+                # Half of a surrogate pair is no text in any encoding.
+                command = request.get("command", "").encode(errors="replace").replace(b"\0", b"?")
+                arguments = self.prepare(command) if "command" in request else []
                 shell = os.fork()
             except OSError as error:
-                said = ("cannot start the command: %s\n" % error.strerror).encode()
-                limit = "disk" if error.errno == errno.ENOSPC else None
-                return {"exit_code": NO_SHELL, "limit": limit, "num_bytes": len(said)}, said
+                return _not_started(error)
             if shell == 0:
-                self._become_shell(arguments, write_fd)
+                if "file" in request:
+                    self._become_file_tool(request["file"], write_fd)
+                self.become_shell(arguments, write_fd)
             os.close(write_fd)
             write_fd = -1
             reply = Command(self, shell, read_fd, request).run()
@@ -332,7 +129,7 @@ class Server:
             self._take_state()
         return reply
 
-    def _prepare(self, command: bytes) -> list[bytes]:
+    def prepare(self, command: bytes) -> list[bytes]:
         """The shell's arguments; writes the file that it reads at its start."""
         saved = self._path("end")
         start = b"unset -v BASH_ENV\n" + (self._exports or b"")
@@ -341,31 +138,53 @@ class Server:
         if not self._can_enter(self._cwd):
             self._cwd = self._home_path
             start += b"builtin cd -P . 2>/dev/null\n"
-        _write(self._path("start"), start + b":\n")
+        write_file(self._path("start"), start + b":\n")
         if len(command) <= MAX_ARGUMENT_BYTES:
             return [SHELL.encode(), b"-c", command]
-        _write(self._path("command"), command)
+        write_file(self._path("command"), command)
         return [SHELL.encode(), b"-c", b'. "$0"', self._path("command").encode()]
 
-    def _become_shell(self, arguments: list[bytes], output_fd: int) -> NoReturn:
+    def become_shell(self, arguments: list[bytes], output_fd: int) -> NoReturn:
+        """In a forked child."""
+        environment = dict(os.environ) if self._exports is None else {}
+        environment["BASH_ENV"] = self._path("start")
+        self.become(arguments, environment, cwd=self._cwd, fds=_without_input(output_fd))
+
+    def become(
+        self, arguments: list[Any], environment: dict[str, str], *, cwd: str, fds: tuple[int, int, int]
+    ) -> NoReturn:
+        """Turn this process, a fresh child, into a program of the agent's. `fds`: input, output, errors."""
         try:
-            os.setsid()
-            signal.set_wakeup_fd(-1)
-            for number in (signal.SIGCHLD, signal.SIGPIPE, signal.SIGXFSZ, signal.SIGTERM):
-                signal.signal(number, signal.SIG_DFL)
-            os.dup2(os.open("/dev/null", os.O_RDONLY), 0)
-            os.dup2(output_fd, 1)
-            os.dup2(output_fd, 2)
-            self._enter(self._cwd)
-            os.nice(NICENESS)
-            self._limit_resources()
-            environment = dict(os.environ) if self._exports is None else {}
-            environment["BASH_ENV"] = self._path("start")
-            os.execve(SHELL, arguments, environment)
+            self._leave_server(fds)
+            self._enter(cwd)
+            os.execvpe(arguments[0], arguments, environment)
         except OSError as error:
             os.write(2, ("cannot start the command: %s\n" % error).encode())
         finally:
             os._exit(NO_SHELL)
+
+    def _become_file_tool(self, request: dict[str, Any], output_fd: int) -> NoReturn:
+        exit_code = NO_SHELL
+        try:
+            self._leave_server(_without_input(output_fd))
+            exit_code, said = FileTools(self._home, self._home_path).answer(request)
+            left = memoryview(said.encode(errors="replace"))
+            while left:
+                left = left[os.write(1, left) :]
+        except (OSError, MemoryError) as error:
+            os.write(2, ("cannot do that: %s\n" % error).encode())
+        finally:
+            os._exit(exit_code)
+
+    def _leave_server(self, fds: tuple[int, int, int]) -> None:
+        os.setsid()
+        signal.set_wakeup_fd(-1)
+        for number in (signal.SIGCHLD, signal.SIGPIPE, signal.SIGXFSZ, signal.SIGTERM):
+            signal.signal(number, signal.SIG_DFL)
+        for place, fd in enumerate(fds):
+            os.dup2(fd, place)
+        os.nice(NICENESS)
+        self._limit_resources()
 
     def _limit_resources(self) -> None:
         for name, limit in (
@@ -419,6 +238,10 @@ class Server:
             self._cwd = os.fsdecode(cwd)
         self._exports = exports
 
+    def path_below(self, name: str) -> str:
+        """Where a path relative to the first folder is, for `become`: the server itself stands there."""
+        return os.path.join(self._home_path, name)
+
     def _path(self, name: str) -> str:
         return f"{self._folder}/{name}"
 
@@ -451,31 +274,39 @@ class Server:
             grown = bool(more)
         return [process for process in found if process.pid in ours]
 
+    def kept_processes(self) -> list[ProcStat]:
+        """Those that are there before a command starts."""
+        return self.processes() if self.python.pid is not None else []
+
     def end_processes(self, reaped: Any) -> None:
-        """Kill every process but the server. Raises Stuck."""
+        """Kill every process but the server and the interpreter, which stands still from here on. Raises Stuck."""
         deadline = time.monotonic() + KILL_WAIT_S
-        while not self.reap(reaped):
+        self.python.stop()
+        while not self._are_ended(reaped):
             self._kill_all()
-            if self.reap(reaped):
+            if self._are_ended(reaped):
                 return
             if time.monotonic() > deadline:
                 raise Stuck
             select.select([self.wakeup_fd], [], [], 0.01)
             self.drain_wakeups()
 
+    def _are_ended(self, reaped: Any) -> bool:
+        if self.reap(reaped):
+            return True
+        return self.python.pid is not None and all(found.pid == self.python.pid for found in self.processes())
+
     def _kill_all(self) -> None:
-        if self._has_namespace:
+        if self._has_namespace and self.python.pid is not None:
+            # None of those that stand still can fork, or wake another.
+            _forgiving_kill(-1, signal.SIGSTOP)
+        elif self._has_namespace:
             # One call for all of them, during which none can fork: no bomb is faster.
-            try:
-                os.kill(-1, signal.SIGKILL)
-            except ProcessLookupError:
-                pass
+            _forgiving_kill(-1, signal.SIGKILL)
             return
         for process in self.processes():
-            try:
-                os.kill(process.pid, signal.SIGKILL)
-            except OSError:
-                continue
+            if process.pid != self.python.pid:
+                _forgiving_kill(process.pid, signal.SIGKILL)
 
     def reap(self, reaped: Any) -> bool:
         """Take leave of the dead; whether no process is left."""
@@ -486,6 +317,7 @@ class Server:
                 return True
             if pid == 0:
                 return False
+            self.python.note_death(pid)
             reaped(pid, status)
 
     def drain_wakeups(self) -> None:
@@ -497,26 +329,21 @@ class Server:
             pass
 
 
-def _clear(folder: str) -> None:
-    for top, folders, files in os.walk(folder, topdown=False):
-        for name in files:
-            _forgiving(os.unlink, os.path.join(top, name))
-        for name in folders:
-            path = os.path.join(top, name)
-            _forgiving(os.unlink if os.path.islink(path) else os.rmdir, path)
+def _not_started(error: OSError) -> tuple[dict[str, Any], bytes]:
+    said = ("cannot start the command: %s\n" % error.strerror).encode()
+    limit = "disk" if error.errno == errno.ENOSPC else None
+    return {"exit_code": NO_SHELL, "limit": limit, "num_bytes": len(said)}, said
 
 
-def _forgiving(remove: Any, path: str) -> None:
+def _without_input(output_fd: int) -> tuple[int, int, int]:
+    return os.open("/dev/null", os.O_RDONLY), output_fd, output_fd
+
+
+def _forgiving_kill(pid: int, number: int) -> None:
     try:
-        remove(path)
+        os.kill(pid, number)
     except OSError:
         pass
-
-
-def _write(path: str, content: bytes) -> None:
-    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW, 0o600)
-    with open(fd, "wb") as file:
-        file.write(content)
 
 
 def lend_listener(port: int, way: int | str) -> None:
@@ -555,7 +382,7 @@ def main(arguments: list[str]) -> int:
             return 1
     for name in os.listdir("/proc/self/fd"):
         if int(name) > 2 and int(name) not in (in_fd, out_fd):
-            _forgiving(os.close, int(name))  # type: ignore[arg-type]
+            forgiving(os.close, int(name))  # type: ignore[arg-type]
     own_folder = None
     if config["state_folder"] is None:
         import tempfile
@@ -577,10 +404,11 @@ def main(arguments: list[str]) -> int:
         return 1
     finally:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        server.python.give_up()
         server.end_processes(lambda *_: None)
         if own_folder is not None:
-            _clear(own_folder)
-            _forgiving(os.rmdir, own_folder)
+            clear_folder(own_folder)
+            forgiving(os.rmdir, own_folder)
 
 
 if __name__ == "__main__":

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 CGROUPS = "/sys/fs/cgroup"
 MEMORY_FILES = (CGROUPS + "/memory.max", CGROUPS + "/memory/memory.limit_in_bytes")
 ROOTLESS = " (rootless engines need control groups v2 that are delegated to them)"
+PR_SET_NO_NEW_PRIVS, PR_SET_SECCOMP, SECCOMP_FILTER = 38, 22, 2
 PROCESSES_FILES = (CGROUPS + "/pids.max", CGROUPS + "/pids/pids.max")
 
 
@@ -55,6 +56,39 @@ def missing_walls(memory_bytes: int, num_processes: int) -> str | None:
     return None
 
 
+def missing_isolation() -> str | None:
+    """The same where the runtime is told on its command line, and may have other defaults or an own configuration."""
+    with open("/proc/self/status") as file:
+        status = dict(line.split(":", 1) for line in file)
+    with open("/proc/net/dev") as file:
+        devices = [line.split(":")[0].strip() for line in file if ":" in line]
+    if os.getpid() != 1:
+        return "other processes are in sight"
+    if devices != ["lo"]:
+        return "there is a network: " + ", ".join(devices)
+    if int(status["CapEff"], 16):
+        return "capabilities are left"
+    if int(status["NoNewPrivs"]) != 1:
+        return "programs may gain privileges"
+    if os.getuid() == 0:
+        return "commands would run as root: start the fleet as an ordinary user"
+    return None
+
+
+def filter_calls(program: bytes) -> None:
+    """Refuse system calls from here on, in all that this process starts. Raises OSError."""
+    import ctypes
+
+    class Program(ctypes.Structure):
+        _fields_ = [("num_instructions", ctypes.c_ushort), ("instructions", ctypes.c_char_p)]
+
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0) or libc.prctl(
+        PR_SET_SECCOMP, SECCOMP_FILTER, ctypes.byref(Program(len(program) // 8, program)), 0, 0
+    ):
+        raise OSError(ctypes.get_errno(), "cannot filter system calls: " + os.strerror(ctypes.get_errno()))
+
+
 def at_most(names: tuple[str, ...], limit: int) -> bool:
     """Whether one of the files, which the kernel writes, holds a number that is no larger."""
     for name in names:
@@ -76,6 +110,20 @@ def write(files: dict[str, str]) -> None:
             file.write(text)
 
 
+def prepare(given: dict[str, Any]) -> None:
+    """What an engine would do from its options."""
+    for name in list(os.environ):
+        if name.startswith(("APPTAINER", "SINGULARITY")):
+            del os.environ[name]
+    os.environ.update(given["environment"])
+    for folder in given["made"]:
+        os.makedirs(folder, mode=0o700, exist_ok=True)
+    if given["filter"] is not None:
+        import base64
+
+        filter_calls(base64.b64decode(given["filter"]))
+
+
 def refuse(why: str) -> NoReturn:
     """Say it on standard error."""
     sys.stderr.write(why + "\n")
@@ -90,6 +138,11 @@ def main() -> NoReturn:
         missing = missing_walls(**given["walls"])
         if missing is not None:
             refuse("the engine did not apply what was asked for: " + missing)
+    if given.get("is_alone"):
+        missing = missing_isolation()
+        if missing is not None:
+            refuse("the walls do not stand: " + missing)
+        prepare(given)
     for folder in given["folders"]:
         if not os.access(folder, os.W_OK):
             refuse(folder + " can't be written: Podman keeps the mode of the image's own folder, so make it 1777 there")

@@ -32,9 +32,10 @@ from workers.sandbox.container_records import ContainerRecord, ContainerRecords
 from workers.sandbox.container_server import ContainerServer
 from workers.sandbox.egress_proxy import EgressProxy
 from workers.sandbox.folder import SandboxFolders
-from workers.sandbox.launching import server_config, server_source
+from workers.sandbox.launching import server_config, task_files
 from workers.sandbox.protocol import NO_NETWORK, OPEN, Limits, SandboxSession, SandboxSpec
 from workers.sandbox.seccomp_profile import profile
+from workers.sandbox.server_text import server_text
 from workers.sandbox.session import Session
 from workers.sandbox.start_gate import StartGate
 
@@ -217,20 +218,15 @@ class Containers:
         return str(file)
 
     def _greeting(self, folder: Path, network: NetworkConfig) -> bytes:
-        """The task's files and the command server's program. RUN alone has touched the folder: it holds no links."""
-        files = {
-            str(file.relative_to(folder)): file.read_bytes().decode()
-            for file in sorted(folder.rglob("*"))
-            if file.is_file()
-        }
+        """The task's files and the command server's program."""
         # gVisor's kernel is its own, and shows none of the host's control groups and filters.
         walls = {"memory_bytes": memory_bytes(self._limits), "num_processes": num_processes(self._limits)}
         is_podman = self.engine.facts().is_podman
         given = {
             "folders": [*DISKS, STATE],
             "walls": None if self._runtime == GVISOR else walls,
-            "files": files,
-            "server": server_source().decode(),
+            "files": task_files(folder),
+            "server": server_text().decode(),
             "config": server_config(
                 self._limits,
                 state_folder=STATE,

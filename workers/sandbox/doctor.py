@@ -20,6 +20,7 @@ from rich.table import Table
 from common.errors import EpisodeError, SetupError
 from common.settings import Settings, load_settings
 from workers.sandbox import seccomp
+from workers.sandbox.apptainer_images import ApptainerImages
 from workers.sandbox.bubblewrap import Bubblewrap
 from workers.sandbox.cgroup import find_groups
 from workers.sandbox.container_engine import ContainerEngine
@@ -29,6 +30,7 @@ from workers.sandbox.launching import PATH, server_python
 
 CGROUPS = Path("/sys/fs/cgroup")
 KERNEL = Path("/proc/sys")
+UNTRIED = "its command line was never run against a real Apptainer by rollmill's own tests"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,17 +65,19 @@ def backends(given: Settings) -> list[Finding]:
             remedy="" if trouble is None else _remedy(trouble),
         ),
         containers(folders, given),
+        apptainer(folders, given),
         Finding(
-            name="restricted",
-            state=f"works, {'used' if _chosen(given, trouble) == 'restricted' else 'not used'}",
-            means=f"limits only, as {'a user without rights' if os.geteuid() == 0 else 'YOUR OWN user'}; no walls",
+            name="subprocess",
+            state=f"works, {'used' if _chosen(given, trouble) == 'subprocess' else 'not used'}",
+            means=f"limits only, as {'a user without rights' if os.geteuid() == 0 else 'YOUR OWN user'}; "
+            "NO WALLS: only for commands that you trust",
         ),
     ]
 
 
 def _chosen(given: Settings, trouble: str | None) -> str:
     """The kind that an episode gets when neither its task nor its run names one."""
-    return given.sandbox if given.sandbox != "auto" else "restricted" if trouble is not None else "bubblewrap"
+    return given.sandbox if given.sandbox != "auto" else "subprocess" if trouble is not None else "bubblewrap"
 
 
 def containers(folders: SandboxFolders, given: Settings) -> Finding:
@@ -105,6 +109,24 @@ def containers(folders: SandboxFolders, given: Settings) -> Finding:
         means=f"images by name, own files, processes, network (none), limits by the kernel, calls filtered; {gvisor}",
         remedy="" if given.sandbox_image is not None else "not tried: set ROLLMILL_SANDBOX_IMAGE",
     )
+
+
+def apptainer(folders: SandboxFolders, given: Settings) -> Finding:
+    """Whether it is there; one container is started where the settings choose it."""
+    found = shutil.which("apptainer")
+    means = f"image files, no daemon, own files, processes, network (none), calls filtered; {UNTRIED}"
+    if found is None:
+        remedy = "load its module, or install it (apptainer.org)"
+        return Finding(name="apptainer", state="not installed", means=means, remedy=remedy)
+    if given.sandbox != "apptainer":
+        remedy = "not tried: set ROLLMILL_SANDBOX=apptainer and ROLLMILL_SANDBOX_IMAGE"
+        return Finding(name="apptainer", state=found, means=means, remedy=remedy)
+    images = ApptainerImages(folders, image=given.sandbox_image)
+    try:
+        images.prove(images.walls())
+    except EpisodeError as error:
+        return Finding(name="apptainer", state="does not work", means=means, remedy=error.detail)
+    return Finding(name="apptainer", state=f"works: {found}", means=means)
 
 
 def _remedy(trouble: str) -> str:
@@ -213,7 +235,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     console.print(_table("sandboxes", found), _table("this node", node(given)))
     by_name = {finding.name: finding for finding in found}
     chosen = _chosen(given, None if by_name["bubblewrap"].state == "works" else by_name["bubblewrap"].state)
-    works = chosen != "restricted" and by_name[chosen].state.startswith("works")
+    works = chosen != "subprocess" and by_name[chosen].state.startswith("works")
     console.print(f"agents' commands get {'walls here' if works else 'NO WALLS here'}", highlight=False)
     return 0 if works else 1
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import errno
 import os
 import re
+import time
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
@@ -21,7 +22,11 @@ AGENT_UID = 65_432
 """User and group of commands when the worker is root: an id that Debian reserves and gives to nobody."""
 _FULL = "the node's disk is full: free room there, or set ROLLMILL_DATA_DIR to another disk"
 _REMEDIES = {errno.ENOSPC: _FULL, errno.EDQUOT: _FULL}
-_HANDLE = re.compile(r"[0-9]{1,19}-[0-9]{1,9}")
+EVALUATION = "-eval"
+"""Ends the handle of a sandbox in which EVAL tests what an agent handed in."""
+EVALUATION_LIFETIME_S = 24 * 3600.0
+"""No EVAL takes longer."""
+_HANDLE = re.compile(rf"[0-9]{{1,19}}-[0-9]{{1,9}}({EVALUATION})?")
 _OPEN_FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 
 
@@ -90,6 +95,16 @@ class SandboxFolders:
         """Whether the folder is there."""
         path = self.path(handle)
         return path.is_dir() and not path.is_symlink()
+
+    def forgotten_evaluations(self) -> list[str]:
+        """Handles of sandboxes that an EVAL which was killed left behind; retried elsewhere, nobody replaces them."""
+        before = time.time() - EVALUATION_LIFETIME_S
+        forgotten = []
+        for path in self.root.glob(f"*{EVALUATION}"):
+            with suppress(FileNotFoundError):
+                if path.lstat().st_mtime < before:
+                    forgotten.append(path.name)
+        return forgotten
 
     def destroy(self, handle: str) -> None:
         """End its processes and remove the folder; no error if they are gone. Raises EpisodeError when that fails."""

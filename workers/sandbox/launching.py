@@ -11,8 +11,8 @@ from contextlib import ExitStack, suppress
 from functools import cache
 from pathlib import Path
 
-from workers.sandbox import command_server
 from workers.sandbox.protocol import Limits
+from workers.sandbox.server_text import server_text
 
 PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 PYTHON_PATH = "/usr/bin:/usr/local/bin"
@@ -26,11 +26,6 @@ sys.stdout.buffer.write(importlib.util.MAGIC_NUMBER + bytes(12) + marshal.dumps(
 """
 
 
-def server_source() -> bytes:
-    """The command server's program text."""
-    return Path(command_server.__file__).read_bytes()
-
-
 def server_python() -> str | None:
     """The system's Python; None = there is none."""
     return shutil.which("python3", path=PYTHON_PATH)
@@ -41,14 +36,12 @@ def server_program() -> bytes:
     """The program as the system's Python has compiled it, which saves that at each start; the text where it can't."""
     python = server_python()
     if python is None:
-        return server_source()
+        return server_text()
     command = [python, "-I", "-S", "-c", _COMPILE]
     try:
-        done = subprocess.run(
-            command, input=server_source(), capture_output=True, timeout=COMPILE_TIMEOUT_S, check=True
-        )
+        done = subprocess.run(command, input=server_text(), capture_output=True, timeout=COMPILE_TIMEOUT_S, check=True)
     except (OSError, subprocess.SubprocessError):
-        return server_source()
+        return server_text()
     return done.stdout
 
 
@@ -73,6 +66,15 @@ def server_config(
     chosen["kernel_processes"] = kernel_processes
     chosen["num_inodes"] = limits.num_inodes if counts_files else 0
     return json.dumps({"limits": chosen, "disks": list(disks), "state_folder": state_folder, "lend": lend})
+
+
+def task_files(folder: Path) -> dict[str, str]:
+    """Relative path -> text of what INIT wrote. RUN alone has touched the folder since: it holds no links."""
+    return {
+        str(file.relative_to(folder)): file.read_bytes().decode()
+        for file in sorted(folder.rglob("*"))
+        if file.is_file()
+    }
 
 
 class Remarks:

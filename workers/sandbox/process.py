@@ -40,6 +40,8 @@ class Launched:
     """Number of the sandbox's own first process; None = there is none, or it is not known yet."""
     remarks: Callable[[], str]
     """The last line that the processes said about themselves."""
+    first: bytes = b""
+    """What the server's stream is to be told before anything is expected of it."""
     lent: socket.socket | None = None
     """By it the server has handed over a listener before it is ready; None = there is no proxy."""
 
@@ -96,16 +98,18 @@ def start(
     pass_fds: Sequence[int],
     remarks_fd: int,
     user: int | None = None,
+    stdio_fd: int | None = None,
 ) -> subprocess.Popen[bytes]:
     """In a session of its own. `user`: id of the user and group to run as, None = the worker's own.
+    `stdio_fd`: its input and output, None = it has none.
 
     Raises EpisodeError when it can't be started.
     """
     try:
         return subprocess.Popen(
             argv,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.DEVNULL,
+            stdin=subprocess.DEVNULL if stdio_fd is None else stdio_fd,
+            stdout=subprocess.DEVNULL if stdio_fd is None else stdio_fd,
             stderr=remarks_fd,
             start_new_session=True,
             pass_fds=pass_fds,

@@ -54,7 +54,7 @@ class ProcessServer:
         """
         launched = self._launched = self._walls.launch(folder)
         self._client = CommandClient(launched.stream, self._walls.limits)
-        await self._client.connect(timeout_s=START_TIMEOUT_S)
+        await self._client.connect(timeout_s=START_TIMEOUT_S, first=launched.first)
         if launched.lent is not None:
             self._proxy = EgressProxy(self._spec.network, handle=self._handle)
             self._proxy.serve(lent_listener(launched.lent))

@@ -14,6 +14,7 @@ from common.config import SandboxKind
 from common.config_network import NetworkConfig
 from common.episode import Frozen
 from common.errors import RollmillError
+from workers.sandbox.file_requests import FileRequest
 
 NO_NETWORK = NetworkConfig()
 DAY_S = 86_400.0
@@ -41,6 +42,17 @@ class Limit(StrEnum):
     """It had as many processes as the sandbox may have, and could start no more."""
     DISK = "disk"
     """When it ended, the sandbox could hold no more bytes, or no more files."""
+
+
+class Interpreter(StrEnum):
+    """What has become of a sandbox's Python interpreter, and so of the names of earlier calls."""
+
+    KEPT = "kept"
+    """It is there for the next call."""
+    RESTARTED = "restarted"
+    """The one of earlier calls had ended: this call ran in a new one, which is there for the next call."""
+    ENDED = "ended"
+    """It ended with this call, or had to be ended: the next call gets a new one."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,6 +116,8 @@ class ExecResult:
     """Output beyond the limit: counted, not kept."""
     limit: Limit | None = None
     """The limit that it met; None = none. That output was dropped is no such limit."""
+    interpreter: Interpreter | None = None
+    """Of a call of Python; None = a command or a file."""
 
     def __post_init__(self) -> None:
         if self.timed_out != (self.exit_code is None):
@@ -113,6 +127,18 @@ class ExecResult:
     def truncated(self) -> bool:
         """Whether `output` is only the beginning."""
         return self.num_dropped_bytes > 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServerCall:
+    """What the command server itself shall do: one of `workers.sandbox.inside.calls`."""
+
+    name: str
+    given: Mapping[str, object]
+    """JSON."""
+    timeout_s: float
+    most_bytes: int
+    """Of the answer: a server that sends more is lost."""
 
 
 class SandboxSession(Protocol):
@@ -127,6 +153,27 @@ class SandboxSession(Protocol):
         When it ends, or its time is up, every process that it started is gone. Commands of one session run one after
         the other; waiting for the one before is not part of its time. Raises EpisodeError when the sandbox, not the
         command, failed, and OutOfMemory when commands ended it so. Cancelling stops the command.
+        """
+        ...
+
+    async def python(self, code: str, *, timeout_s: float) -> ExecResult:
+        """Run Python code in the sandbox's interpreter, which starts with the first call, in the folder and with the
+        exported variables that commands have then. Names, imports and threads last from call to call; threads stand
+        still in between. The last expression's value is shown.
+
+        Exit code 1 = it raised, which `output` shows. When its time is up, the code is interrupted; what does not end
+        then within 2 s loses its interpreter. Otherwise as `exec`.
+        """
+        ...
+
+    async def file(self, request: FileRequest) -> ExecResult:
+        """View, write or replace. Exit code 0 = done, 1 = refused; `output` says so to the agent. As `exec`."""
+        ...
+
+    async def call(self, call: ServerCall) -> tuple[dict[str, object], bytes]:
+        """What the command server answers: a header and bytes, neither to be trusted. Raises as `exec`.
+
+        Not for handlers: `workers.evaluator` copies files in and out by it.
         """
         ...
 

@@ -10,9 +10,10 @@ from pathlib import Path
 
 from common.config import SandboxKind
 from workers.sandbox.folder import AGENT_UID
-from workers.sandbox.launching import PATH, Remarks, server_config, server_python, server_source
+from workers.sandbox.launching import PATH, Remarks, server_config, server_python
 from workers.sandbox.process import Launched, start
 from workers.sandbox.protocol import Limits
+from workers.sandbox.server_text import server_text
 
 NUM_PROCESSES = 1024
 """Of all sandboxes together."""
@@ -26,7 +27,7 @@ class Restricted:
     together, and only where they have a user of their own: else yours would count too.
     """
 
-    name: SandboxKind = "restricted"
+    name: SandboxKind = "subprocess"
 
     def __init__(self, limits: Limits | None = None) -> None:
         self.limits = limits or Limits()
@@ -40,7 +41,7 @@ class Restricted:
         with ExitStack() as undo, theirs:
             undo.callback(ours.close)
             # As text, since the commands' user may not be able to reach the file.
-            server = ("-I", "-S", "-c", server_source().decode(), str(theirs.fileno()), str(theirs.fileno()), config)
+            server = ("-I", "-S", "-c", server_text().decode(), str(theirs.fileno()), str(theirs.fileno()), config)
             process = start(
                 [server_python() or sys.executable, *server],
                 env={"PATH": PATH, "HOME": str(folder), "LANG": "C.UTF-8", "TERM": "dumb"},

@@ -7,17 +7,23 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 from common.errors import EpisodeError
 from common.outcomes import Outcome
 from workers.sandbox.client import MAX_COMMAND_BYTES, CommandClient, ServerLost
+from workers.sandbox.file_requests import FileRequest
 from workers.sandbox.folder import SandboxFolders
-from workers.sandbox.protocol import DAY_S, ExecResult, OutOfMemory
+from workers.sandbox.protocol import DAY_S, ExecResult, OutOfMemory, ServerCall
 
 logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+FILE_TIMEOUT_S = 30.0
+"""For a file tool: a file system in memory is never that slow."""
 
 
 class Server(Protocol):
@@ -67,10 +73,27 @@ class Session:
         """Why there is no more server: what commands had changed went with it, so no other may take its place."""
 
     async def exec(self, command: str, *, timeout_s: float) -> ExecResult:
-        num_bytes = len(command.encode(errors="replace"))
+        return await self._ask({"command": command}, command, timeout_s)
+
+    async def python(self, code: str, *, timeout_s: float) -> ExecResult:
+        return await self._ask({"python": code}, code, timeout_s)
+
+    async def file(self, request: FileRequest) -> ExecResult:
+        body = request.body()
+        return await self._ask({"file": body}, "".join(map(str, body.values())), FILE_TIMEOUT_S)
+
+    async def _ask(self, what: dict[str, object], text: str, timeout_s: float) -> ExecResult:
+        num_bytes = len(text.encode(errors="replace"))
         if num_bytes > MAX_COMMAND_BYTES:
-            text = f"the command has {num_bytes} bytes, the limit is {MAX_COMMAND_BYTES}\n"
-            return ExecResult(exit_code=126, output=text, timed_out=False)
+            said = f"the {next(iter(what))} has {num_bytes} bytes, the limit is {MAX_COMMAND_BYTES}\n"
+            return ExecResult(exit_code=126, output=said, timed_out=False)
+        return await self._through(lambda client: client.ask(what, timeout_s=timeout_s))
+
+    async def call(self, call: ServerCall) -> tuple[dict[str, object], bytes]:
+        return await self._through(lambda client: client.call(call))
+
+    async def _through(self, ask: Callable[[CommandClient], Awaitable[T]]) -> T:
+        """Ask the server, which is started if it is not; one that is lost is never replaced."""
         async with self._lock:
             folder = self._folders.require(self._handle)
             if self._lost is not None:
@@ -78,7 +101,7 @@ class Session:
             try:
                 if self._server is None:
                     self._server = await self._start(folder)
-                return await self._server.client.run(command, timeout_s=timeout_s)
+                return await ask(self._server.client)
             except ServerLost as error:
                 of_memory = self._lost is None and self._server is not None and await self._server.died_of_memory()
                 why = await self._end(str(error))

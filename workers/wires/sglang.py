@@ -99,7 +99,7 @@ class SglangWire:
             raise self.route.unavailable("/ready", status, raw)
         return status == 503
 
-    async def pause(self, in_flight: InFlight, *, wait_s: float) -> None:
+    async def pause(self, in_flight: InFlight, *, wait_s: float, claim: int | None) -> None:
         """Requests go back to its queue, so that the cache can be flushed and is computed anew, or end as aborted."""
         if in_flight == "wait":
             logger.warning("SGLang cannot wait for requests under way, they are kept engine=%s", self.route.url)
@@ -108,12 +108,12 @@ class SglangWire:
         reply = await self.route.ask("POST", path, timeout_s=ADMIN_TIMEOUT_S, body=body)
         self.route.expect(reply, "status", "ok", path)
 
-    async def resume(self) -> None:
+    async def resume(self, *, claim: int | None) -> None:
         path = "/continue_generation"
         reply = await self.route.ask("POST", path, timeout_s=ADMIN_TIMEOUT_S, body={})
         self.route.expect(reply, "status", "ok", path)
 
-    async def load_version(self, path: Path, name: str) -> None:
+    async def load_version(self, path: Path, name: str, *, claim: int | None) -> None:
         """As the protocol says. When it fails midway it reads the same folder again, which brings nothing back: only
         what is refused before is a LoadRefused."""
         body = {"model_path": str(path), "flush_cache": True, "abort_all_requests": False}
@@ -129,7 +129,7 @@ class SglangWire:
             raise LoadRefused(f"engine {url} refuses {name}: {said}")
         raise EngineUnavailable(f"engine {url} {LOAD} answers {status}: {said}")
 
-    async def update_weight_version(self, name: str) -> None:
+    async def update_weight_version(self, name: str, *, claim: int | None) -> None:
         path = "/update_weight_version"
         # Unless told otherwise it aborts every request.
         body = {"new_version": name, "abort_all_requests": False}

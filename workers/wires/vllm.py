@@ -7,7 +7,7 @@ from pathlib import Path
 
 from common.config import InFlight
 from common.episode import Sampled
-from workers.engine_errors import EngineUnavailable, LoadRefused
+from workers.engine_errors import EngineUnavailable, LoadRefused, Superseded
 from workers.engine_http import EngineHttp, detail
 from workers.engine_reply import parse_sampled
 from workers.wires.base import (
@@ -65,30 +65,35 @@ class VllmWire:
         reply = await self.route.ask("GET", "/is_paused", timeout_s=PROBE_TIMEOUT_S)
         return bool(self.route.field(reply, "is_paused", bool, "/is_paused"))
 
-    async def pause(self, in_flight: InFlight, *, wait_s: float) -> None:
-        path = f"/pause?mode={in_flight}&clear_cache=true"
+    async def pause(self, in_flight: InFlight, *, wait_s: float, claim: int | None) -> None:
+        path = _claimed(f"/pause?mode={in_flight}&clear_cache=true", claim)
         timeout_s = ADMIN_TIMEOUT_S + (wait_s if in_flight == "wait" else 0)
         self.route.expect(await self.route.ask("POST", path, timeout_s=timeout_s), "status", "paused", path)
 
-    async def resume(self) -> None:
-        reply = await self.route.ask("POST", "/resume", timeout_s=ADMIN_TIMEOUT_S)
+    async def resume(self, *, claim: int | None) -> None:
+        reply = await self.route.ask("POST", _claimed("/resume", claim), timeout_s=ADMIN_TIMEOUT_S)
         self.route.expect(reply, "status", "resumed", "/resume")
 
-    async def load_version(self, path: Path, name: str) -> None:
-        body = {"method": "load_version", "args": [str(path), name]}
-        reply = await self.route.ask("POST", "/collective_rpc", timeout_s=LOAD_TIMEOUT_S, body=body)
+    async def load_version(self, path: Path, name: str, *, claim: int | None) -> None:
+        # In the arguments too: our extension judges it where no fence does.
+        arguments = [str(path), name, *([] if claim is None else [str(claim)])]
+        body = {"method": "load_version", "args": arguments}
+        route = _claimed("/collective_rpc", claim)
+        reply = await self.route.ask("POST", route, timeout_s=LOAD_TIMEOUT_S, body=body)
         results = self.route.field(reply, "results", list, "/collective_rpc")
         url = self.route.url
         if not results or not all(isinstance(result, dict) and "ok" in result for result in results):
             raise EngineUnavailable(f"engine {url} /collective_rpc load_version answers {results!r:.{_SHOWN_CHARS}}")
+        if late := [result for result in results if result.get("superseded")]:
+            raise Superseded(f"engine {url} loads no {name}: {late[0].get('error')}")
         errors = [str(result.get("error", "no reason given")) for result in results if result["ok"] is not True]
         if errors and len(errors) < len(results):
             raise EngineUnavailable(f"engine {url}: {len(errors)} of {len(results)} ranks refuse {name}: {errors[0]}")
         if errors:
             raise LoadRefused(f"engine {url} refuses {name}: {errors[0]}")
 
-    async def update_weight_version(self, name: str) -> None:
-        path = "/update_weight_version"
+    async def update_weight_version(self, name: str, *, claim: int | None) -> None:
+        path = _claimed("/update_weight_version", claim)
         reply = await self.route.ask("POST", path, timeout_s=ADMIN_TIMEOUT_S, body={"new_version": name})
         self.route.expect(reply, "success", True, path)
 
@@ -123,3 +128,8 @@ class VllmWire:
     def engine_id(self, request_id: str) -> str:
         """The engine's name of a request. It goes by the route, and for another name vLLM aborts none and is silent."""
         return f"generate-tokens-{request_id}"
+
+
+def _claimed(path: str, claim: int | None) -> str:
+    """The path with the claim that a fenced server judges the request by; others do not look at it."""
+    return path if claim is None else f"{path}{'&' if '?' in path else '?'}claim={claim}"

@@ -31,6 +31,15 @@ def test_a_minimal_file_gets_the_defaults(tmp_path: Path):
         (MINIMAL + "seeds = 1", r"unknown field seeds: did you mean seed\?"),
         (MINIMAL + "group_size = 8", r"unknown field group_size: did you mean rollout.group_size\?"),
         (MINIMAL + "[trian]\nloss = 'ppo'", r"unknown field trian: did you mean train\?"),
+        (
+            MINIMAL + "[eval]\nevery_version = 1",
+            r"unknown field eval.every_version: did you mean eval.every_versions\?",
+        ),
+        (
+            MINIMAL + '[train.distill]\nteacher = "t"\nwieght = 1',
+            r"unknown field train.distill.wieght: did you mean train.distill.weight\?",
+        ),
+        (MINIMAL + "success_reward = 1", r"unknown field success_reward: did you mean eval.success_reward\?"),
         (MINIMAL + "[render]\nxyz = 1", "unknown field render.xyz: known are family, keep_thinking, template_kwargs"),
         (MINIMAL + '[tracking]\nsinks = ["wandbb"]', "tracking.sinks.0: .*'tensorboard', 'wandb' or 'mlflow'"),
         (MINIMAL + '[tracking]\nsinks = ["wandb", "wandb"]', "tracking.sinks: each sink once"),

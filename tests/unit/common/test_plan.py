@@ -123,3 +123,13 @@ def test_a_model_that_cannot_be_read_is_refused_by_file(tmp_path: Path) -> None:
 def test_without_safetensors_the_memory_is_not_known(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text((MODEL / "config.json").read_text())
     assert lines_of(run_config(tmp_path))["memory"] == "not known: the model folder has no safetensors files"
+
+
+def test_a_teacher_is_named_and_takes_memory_only_where_it_is_loaded() -> None:
+    loaded = run_config(train={"distill": {"teacher": str(MODEL), "weight": 0.5}})
+    served = run_config(train={"distill": {"teacher": "http://teacher:8000", "with_rewards": False}})
+    assert lines_of(loaded)["also in it"] == f"advantages of rewards and 0.5 x what {MODEL} thinks of each token"
+    assert lines_of(served)["also in it"].startswith("advantages of nothing but 1 x what http://teacher:8000 thinks")
+    shape = read_model_shape(MODEL)
+    memory = [estimate_memory(config, shape) for config in (loaded, served)]
+    assert [one and one.reference for one in memory] == [4 * NUM_PARAMETERS, 0]

@@ -94,6 +94,15 @@ def test_a_worker_that_ends_without_error_is_started_again(folder: DataFolder) -
         poll_until(supervisor, lambda: supervisor.statuses()[0].restarts == 1)
 
 
+def test_an_exit_code_that_hides_the_cause_is_told_with_what_the_log_says(folder: DataFolder) -> None:
+    code = "print('INFO the engine has died'); raise SystemExit(0)"
+    causes = {"engine has died": "after its engine had died", "the moon": "for the moon"}
+    with Supervisor(folder, crash_policy=QUICK) as supervisor:
+        supervisor.launch(python("server", code, causes=causes))
+        poll_until(supervisor, lambda: supervisor.statuses()[0].last_exit is not None)
+        assert supervisor.statuses()[0].last_exit == "ended with exit code 0 after its engine had died"
+
+
 def test_a_process_that_has_finished_is_left_alone(folder: DataFolder) -> None:
     with Supervisor(folder, crash_policy=QUICK) as supervisor:
         supervisor.start(python("once", "pass", restart=Restart.ON_FAILURE))

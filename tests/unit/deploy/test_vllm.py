@@ -9,7 +9,7 @@ import pytest
 
 from common.config import TrainConfig
 from common.errors import SetupError
-from deploy.vllm import EXTENSION, EXTENSION_DIR, Build, VllmPlan, find_build, lora_plan, vllm_spec
+from deploy.vllm import EXTENSION, EXTENSION_DIR, FENCE, Build, VllmPlan, find_build, lora_plan, vllm_spec
 
 
 def interpreter(folder: Path, answer: str) -> Path:
@@ -51,6 +51,7 @@ def test_flags_of_the_two_builds(tmp_path: Path) -> None:
         line = " ".join(spec.argv)
         assert "--model /models/m --served-model-name policy --host 127.0.0.1 --port 8000" in line
         assert f"--logprobs-mode processed_logprobs --worker-extension-cls {EXTENSION}.WorkerExtension" in line
+        assert f"--middleware {FENCE}.Fence" in line
         assert line.endswith("--seed 3")
         assert spec.env["PYTHONPATH"] == str(EXTENSION_DIR)
         assert spec.env["VLLM_SERVER_DEV_MODE"] == "1"
@@ -58,6 +59,7 @@ def test_flags_of_the_two_builds(tmp_path: Path) -> None:
     assert "--dtype" not in gpu.argv
     assert "OMP_NUM_THREADS" not in gpu.env
     assert (EXTENSION_DIR / f"{EXTENSION}.py").is_file()
+    assert (EXTENSION_DIR / f"{FENCE}.py").is_file()
 
 
 def test_a_run_of_adapters_sets_the_flags_for_as_many_as_its_staleness_needs(tmp_path: Path) -> None:

@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from trainer.checkpoint import STATE_FILE, CheckpointDamaged, CheckpointStore
+from common.errors import SetupError
+from trainer.checkpoint import STATE_FILE, CheckpointDamaged, CheckpointStore, Owner
 
 STATE = {"model.a": torch.tensor([1.5, -2.0]), "optimizer.step.a": torch.tensor(3.0)}
 
@@ -76,3 +77,20 @@ def test_damage_is_refused_with_the_folder_and_the_file(store: CheckpointStore, 
     damage(folder / name, how)
     with pytest.raises(CheckpointDamaged, match=f"checkpoint {folder}: .*{name}"):
         store.load(7)
+
+
+def test_checkpoint_of_a_run_that_has_only_the_name_in_common_is_refused_with_both_databases(tmp_path: Path) -> None:
+    mine = Owner(made_at="2026-01-02T03:04:05.000006", database="postgresql://rl:***@a/one")
+    other = Owner(made_at="2026-01-02T03:04:05.000007", database="postgresql://rl:***@b/two")
+    moved = Owner(made_at=mine.made_at, database="postgresql://rl:***@c/restored")
+    CheckpointStore(tmp_path, "run-a").save(1, STATE)
+    folder = CheckpointStore(tmp_path, "run-a", owner=mine).save(2, STATE)
+    CheckpointStore(tmp_path, "run-a", owner=moved).check_owner()
+    with pytest.raises(SetupError) as refused:
+        CheckpointStore(tmp_path, "run-a", owner=other).check_owner()
+    assert str(refused.value).startswith(
+        f"{folder} is of run run-a of database {mine.database}, made {mine.made_at}, and this is run run-a of "
+        f"database {other.database}, made {other.made_at}: "
+    )
+    (folder / STATE_FILE).write_bytes(b"nothing")
+    CheckpointStore(tmp_path, "run-a", owner=other).check_owner()

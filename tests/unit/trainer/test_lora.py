@@ -13,7 +13,8 @@ from common.errors import SetupError
 from common.weights import ADAPTER_CONFIG, ADAPTER_WEIGHTS, WeightStore, verify
 from tests.unit.trainer.conftest import MakePolicy, MakeSample
 from trainer.lora import adapter_writer
-from trainer.policy import Policy, load_model
+from trainer.modelling import load_model
+from trainer.policy import Policy
 from trainer.samples import Sample, pad
 
 ADVANTAGES = {1: 1.0, 2: -1.0}

@@ -15,6 +15,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from common.config import TINY_MODELS
 from tests.ranks import play, policy_of
 from trainer.policy import Policy, TrainingError
 from trainer.samples import Sample, deal
@@ -23,11 +24,12 @@ MakeSample = Callable[..., Sample]
 UNEVEN = [8, 40, 12, 100, 20, 16, 30]
 REPOSITORY = Path(__file__).parents[3]
 LAUNCH_TIMEOUT_S = 240.0
+TEACHER = str(TINY_MODELS / "tiny-calculator")
 
 CASES: dict[str, dict[str, Any]] = {
     # One rank has passes that the other has not.
     "uneven": {"lengths": UNEVEN, "train": {"max_positions": 48}},
-    "idle": {"lengths": [14], "train": {"minibatches": 1}},
+    "idle": {"lengths": [14], "train": {"minibatches": 1, "distill": {"teacher": TEACHER}}},
     "all": {
         "lengths": UNEVEN,
         "train": {
@@ -40,6 +42,7 @@ CASES: dict[str, dict[str, Any]] = {
             "kl_coefficient": 0.1,
             "entropy_coefficient": 0.01,
             "average": "episode",
+            "distill": {"teacher": TEACHER},
         },
     },
     "lora": {"lengths": UNEVEN, "train": {"lora_rank": 2, "kl": "reward", "kl_coefficient": 0.1}},

@@ -11,7 +11,8 @@ from uuid import uuid4
 from common.config import EvalConfig, RolloutConfig, RunConfig, TrainConfig
 from common.db.engines import EngineRow
 from common.db.episodes import Claim
-from common.episode import EngineState, Sampled, Stage
+from common.episode import EngineState, Sampled
+from tests import claims
 from tests.unit.workers.waiting import until
 from workers.engine_client import EngineClient
 from workers.engine_list import CACHE_S
@@ -74,29 +75,14 @@ def row(number: int, url: str, *, version: int | None = 3, state: EngineState = 
 
 
 def make_claim(*, episode: int = 1, group: int = 1, max_tokens: int = 3, eval_version: int | None = None) -> Claim:
-    return Claim(
-        stage=Stage.RUN,
-        episode_id=episode,
-        attempt=1,
-        token=uuid4(),
-        worker="w",
-        group_id=group,
-        run_id=5,
-        config=RunConfig(
-            name="run-a",
-            model=Path("model"),
-            rollout=RolloutConfig(max_tokens_per_turn=max_tokens),
-            train=TrainConfig(max_staleness=1),
-            eval=EvalConfig(),
-        ),
-        handler="calculator",
-        payload={},
-        prepared=None,
-        num_turns=0,
-        outcome=None,
-        transcript=[],
-        eval_version=eval_version,
+    config = RunConfig(
+        name="run-a",
+        model=Path("model"),
+        rollout=RolloutConfig(max_tokens_per_turn=max_tokens),
+        train=TrainConfig(max_staleness=1),
+        eval=EvalConfig(),
     )
+    return claims.make_claim(config, episode=episode, group=group, run_id=5, eval_version=eval_version)
 
 
 async def until_a_reading_is_old() -> None:

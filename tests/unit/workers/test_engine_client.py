@@ -14,7 +14,7 @@ from common.errors import EpisodeError
 from common.outcomes import Outcome
 from tests.unit.workers.waiting import until
 from workers.engine_client import EngineClient
-from workers.engine_errors import ContextOverflow, EngineUnavailable, LoadRefused, Unversioned
+from workers.engine_errors import ContextOverflow, EngineUnavailable, LoadRefused, Superseded, Unversioned
 from workers.scripted_engine import Fault, ScriptedEngine
 
 GENERATE = "/inference/v1/generate"
@@ -236,6 +236,24 @@ async def test_ranks_that_disagree_leave_the_weights_unknown(client: EngineClien
     url = await answering(200, '{"results": [{"ok": true}, {"ok": false, "error": "short file"}]}')
     with pytest.raises(EngineUnavailable, match="1 of 2 ranks refuse run-a/000004: short file"):
         await client.load_version(url, Path("/x"), "run-a/000004")
+
+
+async def test_a_claim_that_was_overtaken_is_told_apart(client: EngineClient, answering: Respond) -> None:
+    url = await answering(409, '{"error": {"message": "claim 7 is older than 8"}}')
+    for call in (
+        client.pause(url, claim=7),
+        client.resume(url, claim=7),
+        client.update_weight_version(url, "run-a/000004", claim=7),
+        client.load_version(url, Path("/x"), "run-a/000004", claim=7),
+    ):
+        with pytest.raises(Superseded, match="claim 7 is older than 8"):
+            await call
+
+
+async def test_a_load_that_one_rank_says_comes_late_is_none(client: EngineClient, answering: Respond) -> None:
+    url = await answering(200, '{"results": [{"ok": true}, {"ok": false, "superseded": true, "error": "too late"}]}')
+    with pytest.raises(Superseded, match="loads no run-a/000004: too late"):
+        await client.load_version(url, Path("/x"), "run-a/000004", claim=7)
 
 
 @pytest.mark.parametrize("body", ["{}", "[]", "null", "not json", '{"status": "no", "success": false, "results": []}'])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 from collections.abc import AsyncIterator
 
 import pytest
@@ -103,3 +104,17 @@ async def test_hundreds_of_requests_survive_the_end_of_their_connections(
             await engine.start()
     assert engine.calls.count(ROUTE) == 900
     assert len(engine.peers) <= 900
+
+
+async def test_an_engine_that_takes_no_connection_is_told_from_one_that_does_not_answer() -> None:
+    http = EngineHttp(connect_timeout_s=0.2)
+    with socket.create_server(("127.0.0.1", 0), backlog=0) as full:
+        waiting = [socket.socket() for _ in range(4)]  # As many as the kernel lets wait, and more.
+        for one in waiting:
+            one.setblocking(False)
+            one.connect_ex(full.getsockname())
+        with pytest.raises(EngineUnavailable, match=r"no connection within 0\.2 s"):
+            await http.ask("GET", f"http://127.0.0.1:{full.getsockname()[1]}", "/", timeout_s=60)
+        for one in waiting:
+            one.close()
+    await http.close()

@@ -290,7 +290,7 @@ async def test_new_turns_keep_away_from_an_engine_under_pressure() -> None:
 
 
 def in_line(line: Line[str], name: str, home: str | None, *, since: float = 0.0, settled: bool = True) -> None:
-    line.join(Waiter(turn=name, home=home, settled=settled, since=since))
+    line.join(Waiter(turn=name, home=home, settled=settled, since=since, choosy_until=0.0))
 
 
 async def test_who_is_served_next() -> None:

@@ -66,15 +66,20 @@ class WorkerExtension:
     vllm_config: VllmConfig
     model_runner: Any
 
-    def load_version(self, path: str, name: str) -> dict[str, object]:
+    def load_version(self, path: str, name: str, claim: str = "0") -> dict[str, object]:
         """Serve the weights in folder `path`: {"ok": true, "version": name, "seconds": …}, or false and "error".
 
         After an error the old weights serve on. Raises, which the route answers with status 500, when even those
-        could not be brought back: then nobody knows what the server has.
+        could not be brought back: then nobody knows what the server has. An older claim than one that it has had is
+        refused, and "superseded" says so. 0 = none.
         """
         started = time.perf_counter()
         try:
-            loader_of(self.vllm_config, self.model_runner.get_model()).load(Path(path))
+            loader = loader_of(self.vllm_config, self.model_runner.get_model())
+            if superseded := loader.supersedes(int(claim)):
+                logger.error("load refused version=%s reason=%s", name, superseded)
+                return {"ok": False, "superseded": True, "error": superseded}
+            loader.load(Path(path))
         except Refused as error:
             logger.error("weights refused version=%s reason=%s", name, error)
             return {"ok": False, "error": str(error)}
@@ -138,6 +143,8 @@ class Loader:
         """The folder that the server started with is the measure of all later ones. Raises Refused without it."""
         self._vllm_config = vllm_config
         self._model = model
+        self._claim = 0
+        """The newest under which it was loaded."""
         self._serving = Path(vllm_config.model_config.model)
         """The folder whose weights the model has."""
         self._tied = bool(getattr(vllm_config.model_config.hf_text_config, "tie_word_embeddings", False))
@@ -148,9 +155,17 @@ class Loader:
                 f"this server did not start from a folder of safetensors, to compare with: {error}"
             ) from error
 
+    def supersedes(self, claim: int) -> str | None:
+        """Why a load under this claim comes too late; None = it does not, and is the newest now."""
+        if 0 < claim < self._claim:
+            return f"claim {claim} is older than {self._claim}"
+        self._claim = max(self._claim, claim)
+        return None
+
     def load(self, folder: Path) -> None:
         """Check the folder whole, then serve its weights. Raises Refused; the old weights then serve on."""
         stored = self._checked(folder)
+        logger.info("exchanging weights tensors=%d folder=%s", len(stored), folder)
         try:
             self._exchange(stored)
         except Exception as error:

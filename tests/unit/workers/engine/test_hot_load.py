@@ -19,8 +19,9 @@ PROMPT = [5, 6, 7, 8, 9, 10, 11, 12]
 ENDLESS = {"max_tokens": 2000, "temperature": 0, "ignore_eos": True}
 
 
-async def load(client: Any, folder: Path, version: str) -> Any:
-    status, answer = await client.post("/collective_rpc", {"method": "load_version", "args": [str(folder), version]})
+async def load(client: Any, folder: Path, version: str, *claim: str) -> Any:
+    arguments = [str(folder), version, *claim]
+    status, answer = await client.post("/collective_rpc", {"method": "load_version", "args": arguments})
     assert status == 200
     (result,) = answer["results"]
     return result
@@ -260,11 +261,20 @@ async def test_weights_without_pause_take_over_between_two_steps(client: Any, ve
     assert [span["version"] for span in choice["weight_versions"]] == ["default", "v7"]
 
 
+async def test_a_load_under_an_older_claim_is_refused(client: Any, base: Path, version_7: Path) -> None:
+    assert (await load(client, version_7, "v7", "7"))["ok"] is True
+    late = {"ok": False, "superseded": True, "error": "claim 6 is older than 7"}
+    assert await load(client, base, "v6", "6") == late
+    assert (await load(client, base, "v6", "7"))["ok"] is True
+    assert (await load(client, base, "v6"))["ok"] is True, "without a claim it is not judged"
+
+
 @pytest.mark.parametrize(
     ("body", "status", "told"),
     [
         ({"method": "nothing", "args": []}, 500, "unknown method 'nothing'"),
         ({"method": "load_version", "args": ["/tmp"]}, 400, "takes a folder and a version"),
+        ({"method": "load_version", "args": ["/tmp", "v", "x"]}, 400, "and perhaps a claim"),
         ({"method": "load_version", "args": ["/tmp", 7]}, 400, "args.1: Input should be a valid string (got 7)"),
     ],
 )

@@ -68,6 +68,12 @@ def test_parts_that_cannot_be_stored_are_refused(parts: Any, words: str) -> None
         Score(reward=1.0, parts=parts)
 
 
+def test_an_agent_that_tampered_gets_no_reward() -> None:
+    assert Score(reward=0, tampered=True).reward == 0.0
+    with pytest.raises(ValueError, match=r"no reward above 0, got 0\.5"):
+        Score(reward=0.5, tampered=True)
+
+
 def test_handlers_result_of_another_kind_is_the_handlers_error() -> None:
     score = Score(reward=1.0)
     assert returned(score, Score, "eval of handler x") is score

@@ -15,6 +15,7 @@ import pytest
 from common.config_network import NetworkConfig
 from tests.unit.workers.sandbox import engines
 from tests.unit.workers.sandbox.engines import Engine
+from workers.run_loop import RunLoop
 from workers.sandbox.backend import FolderBackend
 from workers.sandbox.bubblewrap import Bubblewrap
 from workers.sandbox.container_records import DATA_DIR
@@ -34,11 +35,11 @@ FILES = {"notes.txt": "hello\n", "data/maple12": "code 42\n"}
 
 @pytest.hookimpl(hookwrapper=True)
 def pytest_runtest_makereport(item: pytest.Item) -> Iterator[None]:
-    """Count cases of robustness and attacks."""
+    """Count cases of robustness, attacks and cheats."""
     outcome = yield
     report = outcome.get_result()  # type: ignore[attr-defined]
     if report.when == "call" or report.outcome != "passed":
-        for mark in ("robustness", "attack"):
+        for mark in ("robustness", "attack", "cheat"):
             if item.get_closest_marker(mark):
                 _ran[mark] += report.outcome != "skipped"
                 _skipped[mark] += report.outcome == "skipped"
@@ -50,6 +51,7 @@ def pytest_unconfigure() -> None:
     if os.environ.get("SANDBOX_FIGURES"):
         sys.stdout.write(
             f"sandbox: cases={_passed['robustness']} attacks={_ran['attack']} stopped={_passed['attack']} "
+            f"cheats={_ran['cheat']} caught={_passed['cheat']} "
             f"skipped={_skipped.total()}\n"
         )
 
@@ -171,3 +173,11 @@ async def walled_session(walled: Backend) -> AsyncIterator[SandboxSession]:
     opened = walled.attach(HANDLE)
     yield opened
     await opened.close()
+
+
+@pytest.fixture(scope="session")
+def judging_loop() -> Iterator[RunLoop]:
+    """On which evaluators' sandboxes live."""
+    made = RunLoop()
+    yield made
+    made.close()

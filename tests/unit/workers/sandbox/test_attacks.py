@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import asyncio
+import inspect
 import os
 import signal
 import socket
@@ -18,16 +19,19 @@ from pathlib import Path
 
 import pytest
 
+from tests.unit.workers.sandbox import link_race
 from tests.unit.workers.sandbox.marked import MARK, running, user_of
 from workers.sandbox import seccomp
 from workers.sandbox.container_records import DATA_DIR
 from workers.sandbox.containers import Containers
 from workers.sandbox.folder import SandboxFolders
+from workers.sandbox.inside import file_tools
 from workers.sandbox.protocol import Backend, ExecResult, Limit, SandboxSession
 
 pytestmark = pytest.mark.attack
 SECRET = "postgresql://worker:secret-8261@db"
 PYTHON = "/usr/bin/python3"
+FUTURE = "from __future__ import annotations\n"
 
 CALL = f"""{PYTHON} - <<'END'
 import ctypes, os
@@ -300,6 +304,19 @@ async def test_links_that_the_worker_would_follow(
     await walled_session.close()
     folders.destroy("7-1")
     assert (tmp_path / "victim").read_text() == "kept"
+
+
+async def test_links_in_the_way_of_the_file_tools(walled_session: SandboxSession) -> None:
+    """10,000 requests in the midst of a process that turns their folder into a link: more than a sandbox lets run."""
+    tools = "FileTools(os.open('.', os.O_RDONLY), os.getcwd())"
+    script = inspect.getsource(file_tools) + inspect.getsource(link_race).replace(FUTURE, "")
+    script += f"\nmain({tools}, open_beneath, open_step_by_step)\n"
+    result = await attack(walled_session, f"{PYTHON} - <<'END'\n{script}\nEND", timeout_s=120)
+    inside, refused, reached, outside = result.output.strip().split(" ", 3)
+    assert (reached, outside) == ("0", "SECRET ['file']"), result
+    assert int(inside) + int(refused) == link_race.NUM_TRIES
+    assert int(inside) > 0
+    assert int(refused) > 0
 
 
 async def test_git_hooks(walled_session: SandboxSession, folders: SandboxFolders, tmp_path: Path) -> None:

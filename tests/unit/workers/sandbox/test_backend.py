@@ -4,8 +4,11 @@ import logging
 from pathlib import Path
 
 import pytest
+from pydantic import ValidationError
 
-from common.settings import Settings
+from common.config import SandboxConfig
+from common.errors import SetupError
+from common.settings import Settings, load_settings
 from workers.sandbox import open_backend
 from workers.sandbox.backend import FolderBackend
 from workers.sandbox.protocol import OPEN, SandboxSpec
@@ -25,10 +28,26 @@ def test_without_bubblewrap_one_loud_warning(
     monkeypatch.setattr("workers.sandbox.bubblewrap.PATH", "/nowhere")
     with caplog.at_level(logging.WARNING):
         backend = open_backend(Settings(data_dir=tmp_path))
-    assert backend.choose(OPEN) == SandboxSpec(kind="restricted")
+    assert backend.choose(OPEN) == SandboxSpec(kind="subprocess")
     assert [record.levelname for record in caplog.records] == ["WARNING"]
     assert "NO SANDBOX: bubblewrap is not installed" in caplog.text
     assert "apt-get install bubblewrap" in caplog.text
+
+
+def test_an_unknown_kind_is_refused_with_the_names_that_there_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    names = "'bubblewrap', 'docker', 'apptainer' or 'subprocess'"
+    monkeypatch.setenv("ROLLMILL_SANDBOX", "firejail")
+    with pytest.raises(SetupError, match=f"ROLLMILL_SANDBOX='firejail': .* 'auto', {names}$"):
+        load_settings()
+    with pytest.raises(ValidationError, match=names):
+        SandboxConfig.model_validate({"kind": "firejail"})
+
+
+def test_the_name_that_subprocess_once_had(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ROLLMILL_SANDBOX", "restricted")
+    assert load_settings().sandbox == "subprocess"
+    assert SandboxConfig.model_validate({"kind": "restricted"}).kind == "subprocess"
+    assert SandboxSpec.model_validate({"kind": "restricted"}).kind == "subprocess"
 
 
 async def test_a_sandbox_is_found_by_another_process(bubblewrap: FolderBackend, limited: FolderBackend) -> None:

@@ -100,9 +100,9 @@ def test_a_kind_that_was_named_must_work(tmp_path: Path, monkeypatch: pytest.Mon
 
 def test_no_walls_by_name_is_one_loud_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING):
-        assert open_backend(Settings(data_dir=tmp_path, sandbox="restricted")).choose(OPEN).kind == "restricted"
+        assert open_backend(Settings(data_dir=tmp_path, sandbox="subprocess")).choose(OPEN).kind == "subprocess"
     assert [record.levelname for record in caplog.records] == ["WARNING"]
-    assert "NO SANDBOX: ROLLMILL_SANDBOX=restricted" in caplog.text
+    assert "NO SANDBOX: ROLLMILL_SANDBOX=subprocess" in caplog.text
 
 
 async def test_no_more_starts_at_once_than_there_are_places(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from workers.sandbox.doctor import backends, main, node
 def test_walls_that_stand(bubblewrap: FolderBackend, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--data-dir", str(tmp_path)]) == 0
     printed = capsys.readouterr().out
-    for word in ("bubblewrap", "restricted", "user namespaces", "control groups", "seccomp", "gVisor", "walls here"):
+    for word in ("bubblewrap", "subprocess", "user namespaces", "control groups", "seccomp", "gVisor", "walls here"):
         assert word in printed
     assert list((tmp_path / "sandboxes").iterdir()) == []
 
@@ -22,12 +22,12 @@ def test_without_bubblewrap_it_says_how_to_get_it(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("workers.sandbox.bubblewrap.PATH", "/nowhere")
-    bubblewrap, docker, restricted = backends(Settings(data_dir=tmp_path, docker_url="unix:///nowhere/sock"))
+    bubblewrap, docker, _, subprocess = backends(Settings(data_dir=tmp_path, docker_url="unix:///nowhere/sock"))
     assert bubblewrap.state == "does not work: bubblewrap is not installed"
     assert bubblewrap.remedy.startswith("apt-get install bubblewrap")
     assert docker.state == "does not work"
     assert "start it" in docker.remedy
-    assert restricted.state == "works, used"
+    assert subprocess.state == "works, used"
     assert main(["--data-dir", str(tmp_path)]) == 1
     assert "NO WALLS" in capsys.readouterr().out
 

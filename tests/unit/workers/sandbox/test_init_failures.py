@@ -13,11 +13,12 @@ from common.config import load_run_config
 from common.errors import EpisodeError, SetupError
 from common.outcomes import Outcome
 from common.settings import Settings, load_settings
-from workers.sandbox import command_server, open_backend
+from workers.sandbox import open_backend
 from workers.sandbox.backend import FolderBackend
 from workers.sandbox.folder import SandboxFolders
 from workers.sandbox.protocol import SandboxSpec
 from workers.sandbox.restricted import Restricted
+from workers.sandbox.server_text import server_text
 
 
 def test_a_full_disk_of_the_node(tmp_path: Path) -> None:
@@ -46,7 +47,7 @@ def test_an_unknown_kind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_a_run_that_wants_bubblewrap_of_a_node_without_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    backend = open_backend(Settings(data_dir=tmp_path, sandbox="restricted"))
+    backend = open_backend(Settings(data_dir=tmp_path, sandbox="subprocess"))
     monkeypatch.setattr("workers.sandbox.bubblewrap.PATH", str(tmp_path))
     with pytest.raises(EpisodeError, match=r"bubblewrap is not installed on .*: see rollmill sandbox doctor") as caught:
         backend.choose(SandboxSpec(kind="bubblewrap"))
@@ -58,7 +59,7 @@ def test_a_run_that_wants_bubblewrap_of_a_node_without_it(tmp_path: Path, monkey
 def test_a_base_without_a_shell() -> None:
     program = "import sys\nserver = {'__name__': 'server'}\nexec(sys.argv[1], server)\nserver['SHELL'] = '/no/bash'\n"
     config = '{"limits": {}, "disks": [], "state_folder": "/none"}'
-    source = Path(command_server.__file__).read_text()
+    source = server_text().decode()
     said = subprocess.run(
         [sys.executable, "-c", program + "sys.exit(server['main'](['0', '1', sys.argv[2]]))", source, config],
         capture_output=True,

@@ -19,7 +19,7 @@ from workers.sandbox.backend import FolderBackend
 from workers.sandbox.client import CommandClient, ServerLost
 from workers.sandbox.folder import SandboxFolders
 from workers.sandbox.owners import Identity, Owned
-from workers.sandbox.protocol import Backend, ExecResult, OutOfMemory, SandboxSpec
+from workers.sandbox.protocol import Backend, ExecResult, OutOfMemory, SandboxSpec, ServerCall
 from workers.sandbox.session import Session
 
 NOTES = ("sandbox-owners", "sandbox-containers")
@@ -98,7 +98,7 @@ class LostServer:
 
 
 class LostClient:
-    async def run(self, command: str, *, timeout_s: float) -> ExecResult:
+    async def ask(self, what: ServerCall, *, timeout_s: float) -> ExecResult:
         raise ServerLost("the command server has ended")
 
 

@@ -69,7 +69,7 @@ async def test_programs_find_the_proxy(bubblewrap: FolderBackend) -> None:
 
 def test_without_walls_no_network_is_kept_to(limited: FolderBackend) -> None:
     assert limited.choose(SandboxSpec()).network == NetworkConfig()
-    with pytest.raises(EpisodeError, match=r'restricted cannot keep to \[sandbox.network\] mode = "proxy"') as caught:
+    with pytest.raises(EpisodeError, match=r'subprocess cannot keep to \[sandbox.network\] mode = "proxy"') as caught:
         limited.choose(PROXY)
     assert caught.value.outcome is Outcome.SANDBOX_FAILED
 

@@ -1,0 +1,45 @@
+"""What a step's rows say before it: the policy's entropy, and how far its log-probs are from the engine's."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from trainer.samples import Sample, fresh_mask, pad
+
+if TYPE_CHECKING:
+    from trainer.policy import Policy
+
+NUM_PROBED = 32
+"""Rows whose log-probs are compared with the engine's at the start of a step."""
+
+
+@torch.no_grad()
+def probe(policy: Policy, samples: Sequence[Sample], *, version: int, randomness: random.Random) -> dict[str, float]:
+    """Entropy, and the distance to the engine's log-probs where both had the same weights. All ranks call it.
+
+    Tokens of turns that this very version sampled from start to end must come out the same here: a gap beyond
+    rounding means other ids, other weights or another sampling distribution. Rows with such turns go first.
+    """
+    candidates = sorted((row for row in samples if row.num_tokens), key=lambda row: row.key)
+    randomness.shuffle(candidates)
+    candidates.sort(key=lambda row: not fresh_mask(row, version).any())
+    gap, num_compared, entropies = 0.0, 0, [torch.zeros(0)]
+    for rows in policy.microbatches(candidates[:NUM_PROBED]):
+        batch = pad(rows)
+        logprobs_BL, entropies_BL = policy.score(batch, with_entropies=True)
+        gaps_N = (logprobs_BL - batch.behaviour_logprobs_BL)[batch.mask_BL].abs()
+        fresh_N = torch.from_numpy(np.concatenate([fresh_mask(row, version)[row.mask_L] for row in rows]))
+        gap = max([gap, *gaps_N[fresh_N].tolist()])
+        num_compared += int(fresh_N.sum())
+        entropies.append(entropies_BL[batch.mask_BL])
+    gaps, compared, entropies_of_ranks = zip(
+        *policy.ranks.gather((gap, num_compared, torch.cat(entropies))), strict=True
+    )
+    entropy_N = torch.cat(entropies_of_ranks)
+    entropy = entropy_N.mean().item() if len(entropy_N) else 0.0
+    return {"logprob_gap_max": max(gaps), "logprob_gap_tokens": float(sum(compared)), "entropy": entropy}

@@ -1,0 +1,31 @@
+"""The server's own files in the sandbox, which commands can reach and change."""
+
+from __future__ import annotations
+
+import os
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from typing import Any
+
+
+def clear_folder(folder: str) -> None:
+    for top, folders, files in os.walk(folder, topdown=False):
+        for name in files:
+            forgiving(os.unlink, os.path.join(top, name))
+        for name in folders:
+            path = os.path.join(top, name)
+            forgiving(os.unlink if os.path.islink(path) else os.rmdir, path)
+
+
+def forgiving(remove: Any, path: str) -> None:
+    try:
+        remove(path)
+    except OSError:
+        pass
+
+
+def write_file(path: str, content: bytes) -> None:
+    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW, 0o600)
+    with open(fd, "wb") as file:
+        file.write(content)
