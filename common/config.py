@@ -16,6 +16,7 @@ from pydantic import (
 
 from common.config_distill import DistillConfig
 from common.config_errors import first_problem
+from common.config_network import NetworkConfig
 from common.config_section import Section
 from common.config_tracking import TrackingConfig
 from common.errors import SetupError
@@ -369,6 +370,10 @@ class SandboxConfig(Section):
     """Image with bash and python3, for tasks that name none; None = ROLLMILL_SANDBOX_IMAGE.
 
     A name that Docker or Podman knows; a file or folder for kind = "apptainer"."""
+    network: NetworkConfig = NetworkConfig()
+    """What commands reach, for tasks that say nothing of it."""
+    lifetime_s: float = Field(default=86_400.0, gt=0)
+    """A sandbox that runs for longer is ended, and its attempt with it (sandbox_expired)."""
 
     @model_validator(mode="after")
     def _image_fits(self) -> Self:
@@ -429,6 +434,15 @@ class RunConfig(Section):
             raise ValueError(
                 f"train.overlong_tokens = {limit} with overlong_buffer = {buffer} has no effect: an episode samples at "
                 f"most {most} tokens (rollout.max_turns x max_tokens_per_turn)"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _sandboxes_live_long_enough(self) -> Self:
+        if self.sandbox.lifetime_s <= self.rollout.episode_timeout_s:
+            raise ValueError(
+                f"sandbox.lifetime_s = {self.sandbox.lifetime_s:g} must be more than rollout.episode_timeout_s = "
+                f"{self.rollout.episode_timeout_s:g}: agents could end their attempts by taking their time"
             )
         return self
 

@@ -18,6 +18,9 @@ class Outcome(StrEnum):
     """The next prompt would not fit the policy's context; the turns so far are kept."""
     FORMAT_ERROR = "format_error"
     """The agent's turn could not be parsed (an unclosed or invalid tool call)."""
+    MEMORY_LIMIT = "memory_limit"
+    """The agent's commands used so much memory that its sandbox ended, server and all; it is scored with what it has.
+    (A command that is stopped for its memory alone is a tool result, and the episode goes on.)"""
     AGENT_TIMEOUT = "agent_timeout"
     """The episode used up its time budget in RUN; it is scored with what it has."""
     TAMPERED = "tampered"
@@ -25,6 +28,8 @@ class Outcome(StrEnum):
 
     SANDBOX_FAILED = "sandbox_failed"
     """The sandbox could not be made, or died under the agent."""
+    SANDBOX_EXPIRED = "sandbox_expired"
+    """The sandbox had reached its lifetime (sandbox.lifetime_s) before the episode was played."""
     ENGINE_LOST = "engine_lost"
     """No engine answered within the deadline."""
     CAPTURE_INCOMPLETE = "capture_incomplete"
@@ -50,6 +55,7 @@ AGENT_OUTCOMES = frozenset(
         Outcome.CONTEXT_LIMIT,
         Outcome.FORMAT_ERROR,
         Outcome.AGENT_TIMEOUT,
+        Outcome.MEMORY_LIMIT,
         Outcome.TAMPERED,
     }
 )

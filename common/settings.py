@@ -85,6 +85,9 @@ class Settings(BaseSettings):
     """Runtime of `docker`, such as runsc (gVisor); None = the engine's own."""
     sandbox_starts: int = Field(default=4, ge=1, le=MAX_SMALL_COUNT)
     """Containers that the processes of a node start at once."""
+    sandbox_cgroup: Path | None = None
+    """Folder of control groups v2 that is delegated to the workers, where each sandbox of bubblewrap gets a group.
+    None = the one around the group of a worker that is not root; else a sandbox's server watches its limits."""
     docker_url: str = Field(default="unix:///var/run/docker.sock", pattern="^(unix|tcp)://.+")
     """Docker Engine, or Podman's service: unix:///run/podman/podman.sock, unix:///run/user/1000/podman/podman.sock."""
     log_level: str = Field(default="INFO", pattern="^(DEBUG|INFO|WARNING|ERROR)$")

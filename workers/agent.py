@@ -19,6 +19,7 @@ from common.outcomes import Outcome
 from workers.engine_errors import ContextOverflow
 from workers.handlers.base import tool_error, unknown_tool
 from workers.prompts import Prompt, conversation, extended, rewritten
+from workers.sandbox.protocol import OutOfMemory
 from workers.tool_calls import ParsedTurn
 
 logger = logging.getLogger(__name__)
@@ -73,7 +74,7 @@ class Agent:
     generate: Callable[[list[int]], Awaitable[Generated]]
     """Prompt ids to sampled ids. Raises ContextOverflow when the prompt is too long, and OutOfTime."""
     call_tool: Callable[[ToolCall], Awaitable[str]]
-    """Raises OutOfTime: the turn is then the last, with the results that came before."""
+    """Raises OutOfTime, OutOfMemory: the turn is then the last, with the results that came before."""
     save: Callable[[Turn], Awaitable[None]]
     """Stores a turn; the loop goes on only after it. Not called for the last one."""
     spent_s: Callable[[], float]
@@ -104,17 +105,20 @@ class Agent:
                     # There is nothing to score, and the agent has not even spoken: this says nothing about it.
                     raise EpisodeError(Outcome.STAGE_TIMEOUT, f"no turn: {error}") from None
                 return Played(outcome=Outcome.AGENT_TIMEOUT)
+            said, cut = await self._respond(generated.sampled, tools, is_last=len(turns) + 1 == self.config.max_turns)
             last = Turn(
                 index=len(turns),
                 sample=prompt.sample,
                 suffix_ids=prompt.suffix_ids,
                 compacted=prompt.compacted,
                 sampled=generated.sampled,
-                messages=await self._respond(generated.sampled, tools, is_last=len(turns) + 1 == self.config.max_turns),
+                messages=said,
                 engine=generated.engine,
                 latency_ms=generated.latency_ms,
             )
             turns.append(last)
+            if cut is not None:
+                return Played(outcome=cut, last=last)
         return Played(outcome=outcome, last=last)
 
     async def _prompt(self, first: Sequence[Message], tools: Sequence[ToolSpec], turns: Sequence[Turn]) -> Prompt:
@@ -165,20 +169,25 @@ class Agent:
             return Outcome.TURN_LIMIT
         return Outcome.AGENT_TIMEOUT if self.spent_s() > self.config.episode_timeout_s else None
 
-    async def _respond(self, sampled: Sampled, tools: Sequence[ToolSpec], *, is_last: bool) -> tuple[Message, ...]:
+    async def _respond(
+        self, sampled: Sampled, tools: Sequence[ToolSpec], *, is_last: bool
+    ) -> tuple[tuple[Message, ...], Outcome | None]:
+        """The turn's messages, and how the episode ended in the middle of its tool calls; None = it did not."""
         parsed = self.renderer.parse(sampled.ids)
         said = Message(role="assistant", content=parsed.content, tool_calls=parsed.tool_calls)
         if sampled.finish_reason is not FinishReason.STOP or is_last:
-            return (said,)
+            return (said,), None
         if parsed.error is not None:
-            return (said, *self._told(parsed.error))
-        results = []
+            return (said, *self._told(parsed.error)), None
+        results: list[Message] = []
+        cut = None
         try:
             for call in parsed.tool_calls:
                 results.append(Message(role="tool", content=await self._result(call, tools)))
-        except OutOfTime:
-            logger.info("tool call cut off name=%s", call.name)
-        return (said, *results)
+        except (OutOfTime, OutOfMemory) as error:
+            logger.info("tool call cut off name=%s: %s", call.name, error)
+            cut = Outcome.AGENT_TIMEOUT if isinstance(error, OutOfTime) else Outcome.MEMORY_LIMIT
+        return (said, *results), cut
 
     def _told(self, error: str) -> tuple[Message, ...]:
         if self.config.on_format_error == "end":

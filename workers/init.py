@@ -5,11 +5,12 @@ from __future__ import annotations
 import socket
 from collections.abc import Callable
 
+from common.config_network import NetworkConfig
 from common.db import sandboxes
 from common.db.episodes import Claim
 from common.db.session import Database
 from common.episode import EpisodeState, Frozen, Message, ToolSpec
-from common.errors import LeaseLost, boundary
+from common.errors import EpisodeError, LeaseLost, boundary
 from common.outcomes import Outcome
 from workers.handlers.base import Handler, Prepared, returned
 from workers.sandbox.protocol import OPEN, Backend, SandboxSpec
@@ -45,7 +46,13 @@ class Init:
     def _make_sandbox(self, claim: Claim, prepared: Prepared) -> tuple[str, SandboxSpec]:
         handle = self._backend.handle(claim.episode_id, claim.attempt)
         wanted = claim.config.sandbox
-        spec = self._backend.choose(SandboxSpec(kind=wanted.kind, image=prepared.image or wanted.image))
+        asked = SandboxSpec(
+            kind=wanted.kind,
+            image=prepared.image or wanted.image,
+            network=_network(prepared.network, wanted.network),
+            lifetime_s=wanted.lifetime_s,
+        )
+        spec = self._backend.choose(asked)
         with self._database.begin() as conn:
             sandboxes.record(conn, claim, backend=str(spec.kind), node=socket.gethostname(), handle=handle)
         with boundary(Outcome.SANDBOX_FAILED, f"sandbox {handle}"):
@@ -61,3 +68,17 @@ class Init:
         except LeaseLost:
             self._backend.destroy(handle)
             raise
+
+
+def _network(of_task: NetworkConfig | None, of_run: NetworkConfig) -> NetworkConfig:
+    """The task's say first. Raises EpisodeError where it would open what only the run's operator may."""
+    if of_task is None:
+        return of_run
+    beyond = of_task.private_beyond(of_run)
+    if beyond:
+        raise EpisodeError(
+            Outcome.HANDLER_FAILED,
+            f"the task's network allows {', '.join(beyond)}: private addresses must be in [sandbox.network] allow of "
+            "the run, too",
+        )
+    return of_task

@@ -15,6 +15,7 @@ from typing import Protocol, SupportsFloat, TypeVar, runtime_checkable
 
 from pydantic import Field, JsonValue
 
+from common.config_network import NetworkConfig
 from common.episode import Frozen, Message, ToolCall, ToolSpec
 from common.errors import EpisodeError
 from common.outcomes import Outcome
@@ -40,6 +41,8 @@ class Prepared(Frozen):
     needs_sandbox: bool = False
     image: str | None = None
     """Image of Docker or Podman that the task's sandbox needs, with bash and python3; None = the run's choice."""
+    network: NetworkConfig | None = None
+    """What the task's commands reach; private addresses only as far as the run allows them. None = the run's choice."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -43,10 +43,13 @@ class Apptainer:
 
     name: SandboxKind = "apptainer"
 
-    def __init__(self, image: Path, *, program: str = "apptainer", limits: Limits | None = None) -> None:
-        """`program`: its name or path."""
+    def __init__(
+        self, image: Path, *, program: str = "apptainer", limits: Limits | None = None, has_ip: bool = False
+    ) -> None:
+        """`program`: its name or path. `has_ip`: whether commands may use the container's own loopback."""
         self.image = image
         self._program = program
+        self._has_ip = has_ip
         self.limits = limits or Limits()
 
     def launch(self, folder: Path) -> Launched:
@@ -74,7 +77,7 @@ class Apptainer:
             stream=ours,
             inner=lambda: None,
             remarks=lambda: explained(remarks.last()),
-            first=greeting(folder, self.limits),
+            first=greeting(folder, self.limits, has_ip=self._has_ip),
         )
 
 
@@ -103,7 +106,7 @@ def _cgroup_options(limits: Limits, cgroups: Path) -> tuple[str, ...]:
     )
 
 
-def greeting(folder: Path, limits: Limits) -> bytes:
+def greeting(folder: Path, limits: Limits, *, has_ip: bool = False) -> bytes:
     """What the container is told first: `container_start` reads it."""
     most = limits.num_processes
     config = server_config(limits, state_folder=STATE, disks=(DISK,), kernel_processes=most, counts_files=True)
@@ -112,7 +115,7 @@ def greeting(folder: Path, limits: Limits) -> bytes:
         "made": [STATE],
         "walls": None,
         "is_alone": True,
-        "filter": base64.b64encode(seccomp.program()).decode() if seccomp.is_known() else None,
+        "filter": base64.b64encode(seccomp.program(has_ip=has_ip)).decode() if seccomp.is_known() else None,
         "environment": {"HOME": DISK, "USER": "agent", "LANG": "C.UTF-8", "TERM": "dumb"},
         "files": task_files(folder),
         "server": server_text().decode(),

@@ -39,7 +39,12 @@ class ApptainerImages:
                 Outcome.SANDBOX_FAILED,
                 "no image for a sandbox of kind apptainer: set ROLLMILL_SANDBOX_IMAGE, or sandbox.image of the run",
             )
-        return SandboxSpec(kind="apptainer", image=image)
+        if spec.network.mode == "proxy":
+            raise EpisodeError(
+                Outcome.SANDBOX_FAILED,
+                '[sandbox.network] mode = "proxy" cannot be had with apptainer: take bubblewrap or docker',
+            )
+        return spec.model_copy(update={"kind": "apptainer", "image": image})
 
     def handle(self, episode_id: int, attempt: int) -> str:
         return f"{episode_id}-{attempt}"
@@ -77,7 +82,8 @@ class ApptainerImages:
     def attach(self, handle: str, spec: SandboxSpec = OPEN) -> SandboxSession:
         self._folders.require(handle)
         walls = self.walls(spec)
-        return Session(self._folders, handle, lambda: ProcessServer(walls, self._folders, handle))
+        server = lambda: ProcessServer(walls, self._folders, handle, spec)  # noqa: E731
+        return Session(self._folders, handle, server, lifetime_s=spec.lifetime_s)
 
     def walls(self, spec: SandboxSpec = OPEN) -> Apptainer:
         """Those of the spec's image. Raises EpisodeError when there is no such image."""
@@ -95,7 +101,7 @@ class ApptainerImages:
                 f"there is no image {path} on this node: put it on a file system that all nodes see (apptainer pull, "
                 "apptainer build)",
             )
-        return Apptainer(path, program=self._program)
+        return Apptainer(path, program=self._program, has_ip=spec.network.mode != "none")
 
     def destroy(self, handle: str) -> None:
         self._folders.destroy(handle)

@@ -4,27 +4,40 @@ from __future__ import annotations
 
 import logging
 import os
+import socket
 import threading
 import time
 from collections.abc import Mapping
+from typing import Protocol, runtime_checkable
 
 from common.config import SandboxKind
+from common.config_network import NetworkConfig
 from common.errors import EpisodeError, SetupError
 from common.outcomes import Outcome
 from common.settings import Settings
 from workers.sandbox.apptainer_images import ApptainerImages
 from workers.sandbox.bubblewrap import Bubblewrap
+from workers.sandbox.cgroup import find_groups
 from workers.sandbox.container_engine import ContainerEngine
 from workers.sandbox.containers import Containers
 from workers.sandbox.folder import SandboxFolders
 from workers.sandbox.process_server import ProcessServer, Walls
-from workers.sandbox.protocol import OPEN, Backend, SandboxSession, SandboxSpec
+from workers.sandbox.protocol import NO_NETWORK, OPEN, Backend, SandboxSession, SandboxSpec
 from workers.sandbox.restricted import Restricted
 from workers.sandbox.session import Session
 
 logger = logging.getLogger(__name__)
 
 SWEEP_EVERY_S = 30.0
+
+
+@runtime_checkable
+class Networked(Protocol):
+    """Walls that have a network of their own."""
+
+    def joined(self, network: NetworkConfig) -> Walls:
+        """The same walls with this network."""
+        ...
 
 
 class FolderBackend:
@@ -41,7 +54,20 @@ class FolderBackend:
                 f"image {spec.image} is of no use to {self._walls.name}: set ROLLMILL_SANDBOX=docker, or sandbox.kind "
                 "of the run",
             )
-        return SandboxSpec(kind=self._walls.name)
+        self._within(spec.network)
+        return spec.model_copy(update={"kind": self._walls.name})
+
+    def _within(self, network: NetworkConfig) -> Walls:
+        """The walls with this network. Raises EpisodeError where they have no such thing."""
+        if network == NO_NETWORK:
+            return self._walls
+        if not isinstance(self._walls, Networked):
+            raise EpisodeError(
+                Outcome.SANDBOX_FAILED,
+                f'{self._walls.name} cannot keep to [sandbox.network] mode = "{network.mode}": set '
+                "ROLLMILL_SANDBOX=bubblewrap or docker, or sandbox.kind of the run",
+            )
+        return self._walls.joined(network)
 
     def handle(self, episode_id: int, attempt: int) -> str:
         return f"{episode_id}-{attempt}"
@@ -51,13 +77,15 @@ class FolderBackend:
 
     def attach(self, handle: str, spec: SandboxSpec = OPEN) -> SandboxSession:
         self._folders.require(handle)
-        return Session(self._folders, handle, lambda: ProcessServer(self._walls, self._folders, handle))
+        walls = self._within(spec.network)
+        server = lambda: ProcessServer(walls, self._folders, handle, spec)  # noqa: E731
+        return Session(self._folders, handle, server, lifetime_s=spec.lifetime_s)
 
     def destroy(self, handle: str) -> None:
         self._folders.destroy(handle)
 
     def sweep(self) -> None:
-        """Nothing: its processes end with their worker, and each has a record."""
+        self._folders.owners.sweep()
 
 
 class NodeBackend:
@@ -93,6 +121,8 @@ class NodeBackend:
 
     def check(self) -> None:
         """See at the start that the kind of the settings can work. Raises SetupError."""
+        if self._settings.sandbox_cgroup is not None:
+            find_groups(self._settings.sandbox_cgroup)
         if self._settings.sandbox == "bubblewrap" and (trouble := self._trouble()) is not None:
             raise SetupError(f"ROLLMILL_SANDBOX=bubblewrap: {trouble}; see rollmill sandbox doctor")
         if self._settings.sandbox == "subprocess":
@@ -123,9 +153,12 @@ class NodeBackend:
         self._next_sweep = time.monotonic() + SWEEP_EVERY_S
         for handle in self._folders.forgotten_evaluations():
             self.destroy(handle)
-        containers = self._containers()
-        if containers is not None:
-            containers.sweep()
+        try:
+            self._folders.owners.sweep()
+        finally:
+            containers = self._containers()
+            if containers is not None:
+                containers.sweep()
 
     def _containers(self) -> Backend | None:
         """Where containers have been used with this data folder."""
@@ -152,7 +185,26 @@ class NodeBackend:
             return ApptainerImages(self._folders, image=self._settings.sandbox_image)
         if kind == "subprocess" and self.default != "subprocess":
             _warn("a run's sandbox.kind")
-        return FolderBackend(self._folders, Bubblewrap() if kind == "bubblewrap" else Restricted())
+        return FolderBackend(self._folders, Restricted() if kind == "subprocess" else self._bubblewrap())
+
+    def _bubblewrap(self) -> Bubblewrap:
+        # The node's own kind has been tried when it was chosen; a run may want another.
+        trouble = None if self.default == "bubblewrap" else self._trouble()
+        if trouble is not None:
+            raise EpisodeError(
+                Outcome.SANDBOX_FAILED,
+                f"the run's sandbox.kind is bubblewrap, but {trouble} on {socket.gethostname()}: see rollmill sandbox "
+                "doctor there",
+            )
+        groups = find_groups(self._settings.sandbox_cgroup)
+        if isinstance(groups, str):
+            logger.info(
+                "no control groups for sandboxes: %s. Their servers watch memory and count processes (rlimits); "
+                "rollmill sandbox doctor says how to get them",
+                groups,
+            )
+            return Bubblewrap()
+        return Bubblewrap(groups=groups)
 
 
 def _warn(why: str) -> None:

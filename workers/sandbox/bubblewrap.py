@@ -11,12 +11,16 @@ import os
 import shutil
 import socket
 import subprocess
+from collections.abc import Mapping
 from contextlib import ExitStack, suppress
 from pathlib import Path
 
 from common.config import SandboxKind
+from common.config_network import NetworkConfig
 from common.errors import EpisodeError
-from workers.sandbox import seccomp
+from common.outcomes import Outcome
+from workers.sandbox import proxy_socket, seccomp
+from workers.sandbox.cgroup import Group, Groups
 from workers.sandbox.folder import AGENT_UID
 from workers.sandbox.launching import (
     PATH,
@@ -28,7 +32,7 @@ from workers.sandbox.launching import (
     server_python,
 )
 from workers.sandbox.process import KILL_WAIT_S, Launched, start
-from workers.sandbox.protocol import Limits
+from workers.sandbox.protocol import NO_NETWORK, Limits
 
 PASSWD = b"root:x:0:0::/:/bin/false\nagent:x:1000:1000::/workspace:/bin/bash\n"
 PROBE_TIMEOUT_S = 10.0
@@ -36,6 +40,7 @@ _SYSTEM_LINKS = ("/bin", "/sbin", "/lib", "/lib32", "/lib64", "/libx32")
 _SYSTEM_FILES = ("/etc/ld.so.cache", "/etc/alternatives")
 _STATE = "/.sandbox/state"
 _SERVER = "/.sandbox/server"
+_EVENTS = "/.sandbox/memory.events"
 
 _DISK = """
 set -e
@@ -59,8 +64,28 @@ class Bubblewrap:
 
     name: SandboxKind = "bubblewrap"
 
-    def __init__(self, limits: Limits | None = None) -> None:
+    def __init__(
+        self, limits: Limits | None = None, network: NetworkConfig = NO_NETWORK, groups: Groups | None = None
+    ) -> None:
+        """`groups`: where each sandbox gets a control group; None = the server's own looks are its limits."""
         self.limits = limits or Limits()
+        self.network = network
+        self._groups = groups
+
+    def joined(self, network: NetworkConfig) -> Bubblewrap:
+        """The same with another network."""
+        return Bubblewrap(self.limits, network, self._groups)
+
+    def _group(self, handle: str) -> Group | None:
+        if self._groups is None:
+            return None
+        try:
+            return self._groups.make(handle, self.limits)
+        except OSError as error:
+            raise EpisodeError(
+                Outcome.SANDBOX_FAILED,
+                f"no control group can be made in {self._groups.folder}: {error.strerror}; see rollmill sandbox doctor",
+            ) from error
 
     def launch(self, folder: Path) -> Launched:
         ours, theirs = socket.socketpair()
@@ -69,29 +94,50 @@ class Bubblewrap:
         with ExitStack() as undo, ExitStack() as stack, theirs:
             undo.callback(ours.close)
             stack.callback(os.close, report_fd)
+            lent, lend_fd = self._lending(undo, stack)
+            group = self._group(folder.name)
+            if group is not None:
+                undo.callback(group.end)
             fds = {
                 "report": report_fd,
                 "passwd": memory_file(stack, PASSWD),
                 "server": memory_file(stack, server_program()),
             }
             if seccomp.is_known():
-                fds["filter"] = memory_file(stack, seccomp.program())
+                fds["filter"] = memory_file(stack, seccomp.program(has_ip=self.network.mode != "none"))
             # By a file, since the agent can read the command line of the sandbox's first process.
-            fds["options"] = memory_file(stack, "\0".join(_options(fds)).encode())
+            fds["options"] = memory_file(stack, "\0".join(_options(fds, self._environment(), group)).encode())
+            bwrap = ("bwrap", "--args", str(fds["options"]), "--")
             process = start(
-                [*_outside(folder, self.limits), "bwrap", "--args", str(fds["options"]), "--", *self._server(theirs)],
+                [*_outside(folder, self.limits, group), *bwrap, *self._server(theirs, lend_fd)],
                 env={"PATH": PATH},
                 cwd=Path("/"),
-                pass_fds=(*fds.values(), theirs.fileno()),
+                pass_fds=(*fds.values(), theirs.fileno(), *(() if lend_fd is None else (lend_fd,))),
                 remarks_fd=remarks.fd,
             )
             undo.pop_all()
-        return Launched(process=process, stream=ours, inner=status.inner, remarks=remarks.last)
+        return Launched(process=process, stream=ours, inner=status.inner, remarks=remarks.last, lent=lent, group=group)
 
-    def _server(self, stream: socket.socket) -> tuple[str, ...]:
+    def _lending(self, undo: ExitStack, stack: ExitStack) -> tuple[socket.socket | None, int | None]:
+        """Our end of the way by which the proxy's socket comes, and the number of theirs."""
+        if self.network.mode != "proxy":
+            return None, None
+        ours, theirs = socket.socketpair()
+        undo.callback(ours.close)
+        stack.callback(theirs.close)
+        return ours, theirs.fileno()
+
+    def _environment(self) -> dict[str, str]:
+        own = {"PATH": PATH, "HOME": "/workspace", "USER": "agent", "LANG": "C.UTF-8", "TERM": "dumb"}
+        return own | (proxy_socket.ENVIRONMENT if self.network.mode == "proxy" else {})
+
+    def _server(self, stream: socket.socket, lend_fd: int | None) -> tuple[str, ...]:
         # Counted in the sandbox's own user namespace, and so for it alone.
         most = self.limits.num_processes
-        config = server_config(self.limits, state_folder=_STATE, disks=("/workspace",), kernel_processes=most)
+        lend = None if lend_fd is None else (proxy_socket.PORT, lend_fd)
+        config = server_config(
+            self.limits, state_folder=_STATE, disks=("/workspace",), kernel_processes=most, lend=lend
+        )
         return (server_python() or "python3", "-I", "-S", _SERVER, str(stream.fileno()), str(stream.fileno()), config)
 
     def trouble(self, folder: Path) -> str | None:
@@ -104,7 +150,9 @@ class Bubblewrap:
             launched = self.launch(folder)
         except EpisodeError as error:
             return f"bubblewrap does not work here: {error.detail}"
-        with launched.process as process, launched.stream as stream:
+        with launched.process as process, launched.stream as stream, ExitStack() as stack:
+            if launched.group is not None:
+                stack.callback(launched.group.end)
             stream.settimeout(PROBE_TIMEOUT_S)
             try:
                 works = bool(stream.recv(1))
@@ -140,17 +188,18 @@ class _Status:
         os.close(self._fd)
 
 
-def _outside(folder: Path, limits: Limits) -> tuple[str, ...]:
+def _outside(folder: Path, limits: Limits, group: Group | None) -> tuple[str, ...]:
     """The sandbox's disk, and an ordinary user before bubblewrap: root in it would own the system's files."""
     as_root = os.geteuid() == 0
     owner = f"{AGENT_UID}:{AGENT_UID}" if as_root else "0:0"
     unshare = ("unshare", *(() if as_root else ("--user", "--map-root-user")), "--mount", "--propagation=private")
     disk = ("sh", "-c", _DISK, "sh", str(folder), str(limits.disk_bytes), str(limits.num_inodes), owner)
     identity = ("setpriv", f"--reuid={AGENT_UID}", f"--regid={AGENT_UID}", "--clear-groups") if as_root else ()
-    return (*unshare, *disk, *identity)
+    enter = () if group is None else ("sh", "-c", 'echo 0 >"$0" && exec "$@"', str(group.entrance))
+    return (*enter, *unshare, *disk, *identity)
 
 
-def _options(fds: dict[str, int]) -> list[str]:
+def _options(fds: dict[str, int], environment: Mapping[str, str], group: Group | None) -> list[str]:
     return [
         *("--unshare-user", "--disable-userns", "--unshare-pid", "--unshare-net", "--unshare-ipc", "--unshare-uts"),
         *("--unshare-cgroup", "--die-with-parent", "--new-session", "--as-pid-1"),
@@ -160,9 +209,10 @@ def _options(fds: dict[str, int]) -> list[str]:
         *("--ro-bind-data", str(fds["passwd"]), "/etc/passwd", "--proc", "/proc", "--dev", "/dev"),
         *("--bind", "/mnt/shm", "/dev/shm", "--remount-ro", "/dev", "--bind", "/mnt/tmp", "/tmp"),
         *("--bind", "/mnt/state", _STATE, "--ro-bind-data", str(fds["server"]), _SERVER),
+        *(() if group is None else ("--ro-bind-try", str(group.events), _EVENTS)),
         *("--bind", "/mnt/workspace", "/workspace", "--chdir", "/workspace", "--remount-ro", "/"),
-        *("--clearenv", "--setenv", "PATH", PATH, "--setenv", "HOME", "/workspace", "--setenv", "USER", "agent"),
-        *("--setenv", "LANG", "C.UTF-8", "--setenv", "TERM", "dumb"),
+        "--clearenv",
+        *(word for name, value in environment.items() for word in ("--setenv", name, value)),
         *(("--seccomp", str(fds["filter"])) if "filter" in fds else ()),
     ]
 

@@ -346,6 +346,25 @@ def _forgiving_kill(pid: int, number: int) -> None:
         pass
 
 
+def lend_listener(port: int, way: int | str) -> None:
+    """Hand the worker a socket on the sandbox's own loopback, on which its proxy answers. Raises OSError.
+
+    `way`: to the worker, a file by number or a Unix socket by path; closed after it, so no way out is left.
+    """
+    import array
+    import socket
+
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", port))
+        listener.listen(128)
+        with socket.socket(socket.AF_UNIX) if isinstance(way, str) else socket.socket(fileno=way) as worker:
+            if isinstance(way, str):
+                worker.connect(way)
+            worker.sendmsg(
+                [b"!"], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [listener.fileno()]).tobytes())]
+            )
+
+
 def _go(*_: object) -> None:
     raise Gone
 
@@ -355,6 +374,12 @@ def main(arguments: list[str]) -> int:
     in_fd, out_fd, config = int(arguments[0]), int(arguments[1]), json.loads(arguments[2])
     for fd in {in_fd, out_fd}:
         os.set_inheritable(fd, False)
+    if config.get("lend"):
+        try:
+            lend_listener(*config["lend"])
+        except OSError as error:
+            sys.stderr.write("the worker's proxy is not in reach, is the engine on its machine? %s\n" % error)
+            return 1
     for name in os.listdir("/proc/self/fd"):
         if int(name) > 2 and int(name) not in (in_fd, out_fd):
             forgiving(os.close, int(name))  # type: ignore[arg-type]
@@ -363,6 +388,10 @@ def main(arguments: list[str]) -> int:
         import tempfile
 
         own_folder = config["state_folder"] = tempfile.mkdtemp(prefix="rollmill-")
+    if not os.access(SHELL, os.X_OK):
+        # Else each command would fail, as if it were the agent's fault.
+        sys.stderr.write("there is no %s, which runs the commands: add it to the image, or install it\n" % SHELL)
+        return 1
     server = Server(in_fd, out_fd, config)
     signal.signal(signal.SIGTERM, signal.SIG_DFL if os.getpid() == 1 else _go)
     try:

@@ -5,7 +5,9 @@ What it refuses becomes EpisodeError(SANDBOX_FAILED) with the engine's words and
 
 from __future__ import annotations
 
+import math
 import os
+import signal
 import socket
 import threading
 import time
@@ -27,6 +29,10 @@ ANSWER_TIMEOUT_S = 60
 REMOVE_WAIT_S, REMOVE_POLL_S = 10.0, 0.05
 REACH_TIMEOUT_S = 5.0
 NUM_CONNECTIONS = 16
+EVENTS_WAIT_S = 2.0
+"""The engine may note an end a moment after it."""
+OUT_OF_MEMORY_S = 2.0
+"""Between the kernel's note that memory was short and the end of a process that it chose."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -184,6 +190,29 @@ class ContainerEngine:
         with self._told("a list of containers"):
             found = self._client().containers(all=True, filters={"label": list(labels)})
         return [Container(id=str(each["Id"]), labels=dict(each.get("Labels") or {})) for each in found]
+
+    def died_of_memory(self, container: str, *, since: float) -> bool:
+        """Whether the kernel killed its first process at the container's limit of memory; it may be gone by now.
+
+        `since` in seconds of Unix time. Only Docker notes it. Raises EpisodeError.
+        """
+        if self.facts().is_podman:
+            return False
+        asked = {"container": [container], "event": ["oom", "die"]}
+        seconds = {"since": int(since), "until": int(time.time() + EVENTS_WAIT_S)}
+        last_oom = -math.inf
+        with self._told("what befell a container"):
+            events = self._client().events(**seconds, filters=asked, decode=True)
+            try:
+                for event in events:
+                    at = event["timeNano"] / 1e9
+                    if event.get("Action") == "oom":
+                        last_oom = at
+                    elif event["Actor"]["Attributes"].get("exitCode") == str(128 + signal.SIGKILL):
+                        return bool(at - last_oom < OUT_OF_MEMORY_S)
+            finally:
+                events.close()
+        return False
 
     def _client(self) -> docker.APIClient:
         with self._lock:

@@ -8,12 +8,13 @@ from typing import Any
 
 from docker.types import LogConfig
 
-from workers.sandbox import container_start, seccomp_profile
+from workers.sandbox import container_start, proxy_socket
 from workers.sandbox.container_engine import EngineFacts
 from workers.sandbox.protocol import Limits
 
 USER = 1000
 STATE = "/.sandbox/state"
+PROXY = "/.sandbox/proxy"
 DISKS = ("/workspace", "/tmp", "/dev/shm")
 SLACK_BYTES = 128 << 20
 """Beyond what commands may use: the server, and what the kernel counts that no process shows."""
@@ -36,10 +37,17 @@ def num_processes(limits: Limits) -> int:
 
 
 def host_options(
-    limits: Limits, facts: EngineFacts, *, runtime: str | None, profile_file: Path | None
+    limits: Limits,
+    facts: EngineFacts,
+    *,
+    runtime: str | None,
+    profile: str,
+    proxy_folder: Path | None,
 ) -> dict[str, Any]:
-    """Walls and limits. `profile_file`: the system calls' list in a file, for Podman, which reads no text."""
-    profile = str(profile_file) if profile_file is not None else seccomp_profile.profile(facts.machine)
+    """Walls and limits. `profile`: the system calls' list, or for Podman, which reads no text, a file's path.
+
+    `proxy_folder`: where the worker waits for the proxy's socket; None = there is no proxy.
+    """
     most_bytes = memory_bytes(limits)
     return {
         "network_mode": "none",
@@ -57,10 +65,11 @@ def host_options(
         # What the server answers is no log.
         "log_config": LogConfig(type="none"),
         "runtime": runtime,
+        "binds": {} if proxy_folder is None else {str(proxy_folder): {"bind": PROXY, "mode": "ro"}},
     }
 
 
-def process_options(labels: Mapping[str, str]) -> dict[str, Any]:
+def process_options(labels: Mapping[str, str], *, has_proxy: bool) -> dict[str, Any]:
     """What runs in it, as whom. Its standard input ends with the worker's connection."""
     start = Path(container_start.__file__).read_text(encoding="utf-8")
     return {
@@ -69,7 +78,8 @@ def process_options(labels: Mapping[str, str]) -> dict[str, Any]:
         "user": f"{USER}:{USER}",
         "hostname": "sandbox",
         "working_dir": "/",
-        "environment": {"HOME": "/workspace", "USER": "agent", "LANG": "C.UTF-8", "TERM": "dumb"},
+        "environment": {"HOME": "/workspace", "USER": "agent", "LANG": "C.UTF-8", "TERM": "dumb"}
+        | (proxy_socket.ENVIRONMENT if has_proxy else {}),
         # An image's own check would be a process in the sandbox that nobody asked for.
         "healthcheck": {"test": ["NONE"]},
         "labels": dict(labels),

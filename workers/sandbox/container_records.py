@@ -11,12 +11,12 @@ import secrets
 import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from shutil import rmtree
 
 from workers.sandbox.container_engine import Container, ContainerEngine
-from workers.sandbox.owners import Identity
+from workers.sandbox.owners import EXPIRY_GRACE_S, Identity
+from workers.sandbox.protocol import DAY_S
 
-LIFETIME_S = 24 * 3600.0
-"""No sandbox is needed for longer: what still stands then was forgotten."""
 DATA_DIR, HANDLE, WORKER, EXPIRES = (f"rollmill.{name}" for name in ("data-dir", "handle", "worker", "expires"))
 
 
@@ -28,6 +28,11 @@ class ContainerRecord:
     url: str
     name: str
 
+    @property
+    def proxy_folder(self) -> Path:
+        """Where the worker waits for a socket out of the container, while that starts."""
+        return self.file.with_name(f".{self.file.name}.proxy")
+
     def write(self) -> None:
         """Whole or not at all."""
         self.file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -38,6 +43,7 @@ class ContainerRecord:
     def end(self, engine: ContainerEngine) -> None:
         """Remove the container, then the note. Raises EpisodeError, and the note stays."""
         engine.remove(self.name)
+        rmtree(self.proxy_folder, ignore_errors=True)
         self.file.unlink(missing_ok=True)
 
 
@@ -63,7 +69,7 @@ class ContainerRecords:
             found.append(ContainerRecord(file=file, url=str(note["url"]), name=str(note["name"])))
         return found
 
-    def labels(self, handle: str) -> dict[str, str]:
+    def labels(self, handle: str, *, lifetime_s: float = DAY_S) -> dict[str, str]:
         """What a container says about itself to whoever finds it."""
         worker = Identity.of(os.getpid())
         assert worker is not None, "this process lives"
@@ -71,7 +77,7 @@ class ContainerRecords:
             DATA_DIR: str(self.root.parent),
             HANDLE: handle,
             WORKER: json.dumps(asdict(worker)),
-            EXPIRES: str(int(time.time() + LIFETIME_S)),
+            EXPIRES: str(int(time.time() + lifetime_s + EXPIRY_GRACE_S)),
         }
 
     def sweep(self, engine: ContainerEngine) -> int:

@@ -13,16 +13,27 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+from common.config_network import NetworkConfig
 from common.errors import EpisodeError
 from common.outcomes import Outcome
+from workers.sandbox import proxy_socket
 from workers.sandbox.client import ServerLost
 from workers.sandbox.container_engine import ContainerEngine, EngineFacts, Image, Pull
-from workers.sandbox.container_options import DISKS, STATE, host_options, memory_bytes, num_processes, process_options
-from workers.sandbox.container_records import ContainerRecords
+from workers.sandbox.container_options import (
+    DISKS,
+    PROXY,
+    STATE,
+    host_options,
+    memory_bytes,
+    num_processes,
+    process_options,
+)
+from workers.sandbox.container_records import ContainerRecord, ContainerRecords
 from workers.sandbox.container_server import ContainerServer
+from workers.sandbox.egress_proxy import EgressProxy
 from workers.sandbox.folder import SandboxFolders
 from workers.sandbox.launching import server_config, task_files
-from workers.sandbox.protocol import OPEN, Limits, SandboxSession, SandboxSpec
+from workers.sandbox.protocol import NO_NETWORK, OPEN, Limits, SandboxSession, SandboxSpec
 from workers.sandbox.seccomp_profile import profile
 from workers.sandbox.server_text import server_text
 from workers.sandbox.session import Session
@@ -70,17 +81,34 @@ class Containers:
                 Outcome.SANDBOX_FAILED,
                 "no image for a sandbox of kind docker: set ROLLMILL_SANDBOX_IMAGE, or sandbox.image of the run",
             )
-        return SandboxSpec(kind="docker", image=image)
+        self._see_that_proxies_work(spec.network)
+        return spec.model_copy(update={"kind": "docker", "image": image})
+
+    def _see_that_proxies_work(self, network: NetworkConfig) -> None:
+        if network.mode != "proxy":
+            return
+        why = None
+        if not self.engine.url.startswith("unix://"):
+            why = f"the engine at {self.engine.url} is elsewhere: take one on the worker's machine (unix://...)"
+        if self._runtime == GVISOR:
+            why = "gVisor hands no sockets over: unset ROLLMILL_SANDBOX_RUNTIME"
+        if why is not None:
+            raise EpisodeError(
+                Outcome.SANDBOX_FAILED, f'[sandbox.network] mode = "proxy" cannot be had: {why}, or take bubblewrap'
+            )
 
     def handle(self, episode_id: int, attempt: int) -> str:
         return f"{episode_id}-{attempt}"
 
     def create(self, handle: str, files: Mapping[str, str], spec: SandboxSpec = OPEN) -> None:
-        self.prove(self._image_of(spec))
+        self.prove(self._image_of(spec), spec.network)
         self._folders.create(handle, files)
 
-    def prove(self, name: str) -> Image:
-        """Get the image, and start one container of it, the first time. Raises EpisodeError that says what to do."""
+    def prove(self, name: str, network: NetworkConfig = NO_NETWORK) -> Image:
+        """Get the image, and start one container of it, the first time. Raises EpisodeError that says what to do.
+
+        Once more for a proxy, which has a way to go of its own.
+        """
         image = self.engine.image(name, pull=self._pull)
         if image.volumes:
             raise EpisodeError(
@@ -88,13 +116,13 @@ class Containers:
                 f"image {name} declares volumes, which no limit holds: build it without {', '.join(image.volumes)}",
             )
         with self._lock:
-            if image.id not in self._proven:
-                asyncio.run(self._probe(name))
-                self._proven.add(image.id)
+            if (proven := f"{image.id} proxy" if network.mode == "proxy" else image.id) not in self._proven:
+                asyncio.run(self._probe(name, network))
+                self._proven.add(proven)
         return image
 
-    async def _probe(self, name: str) -> None:
-        server = self._server(PROBE, name, is_wanted=lambda: True)
+    async def _probe(self, name: str, network: NetworkConfig) -> None:
+        server = self._server(PROBE, SandboxSpec(kind="docker", image=name, network=network), is_wanted=lambda: True)
         try:
             await server.start(Path("/nonexistent"))
         except ServerLost as error:
@@ -107,9 +135,10 @@ class Containers:
 
     def attach(self, handle: str, spec: SandboxSpec = OPEN) -> SandboxSession:
         self._folders.require(handle)
-        image = self._image_of(spec)
+        chosen = spec.model_copy(update={"image": self._image_of(spec)})
         wanted = lambda: self._folders.exists(handle)  # noqa: E731
-        return Session(self._folders, handle, lambda: self._server(handle, image, is_wanted=wanted))
+        server = lambda: self._server(handle, chosen, is_wanted=wanted)  # noqa: E731
+        return Session(self._folders, handle, server, lifetime_s=spec.lifetime_s)
 
     def _image_of(self, spec: SandboxSpec) -> str:
         image = self.choose(spec).image
@@ -140,21 +169,24 @@ class Containers:
         self._threads.shutdown()
         self.engine.close()
 
-    def _server(self, handle: str, image: str, *, is_wanted: Callable[[], bool]) -> ContainerServer:
+    def _server(self, handle: str, spec: SandboxSpec, *, is_wanted: Callable[[], bool]) -> ContainerServer:
+        assert spec.image is not None
         record = self.records.fresh(handle, self.engine.url)
         return ContainerServer(
             self.engine,
             self._threads,
             self._gate,
             record=record,
-            make=lambda: self._make(record.name, handle, image),
-            image=image,
-            greeting=self._greeting,
+            make=lambda: self._make(record, handle, spec),
+            image=spec.image,
+            greeting=lambda folder: self._greeting(folder, spec.network),
             limits=self._limits,
             is_wanted=is_wanted,
+            proxy=EgressProxy(spec.network, handle=handle) if spec.network.mode == "proxy" else None,
         )
 
-    def _make(self, name: str, handle: str, image: str) -> str:
+    def _make(self, record: ContainerRecord, handle: str, spec: SandboxSpec) -> str:
+        assert spec.image is not None
         facts = self.engine.facts()
         if facts.is_podman and self._runtime is not None:
             raise EpisodeError(
@@ -162,20 +194,30 @@ class Containers:
                 f"{facts.name} takes no runtime over its service, and would not use {self._runtime}: unset "
                 "ROLLMILL_SANDBOX_RUNTIME, or use Docker Engine",
             )
-        file = self._profile_file(facts) if facts.is_podman else None
-        host = host_options(self._limits, facts, runtime=self._runtime, profile_file=file)
-        return self.engine.create(name, image, host=host, **process_options(self.records.labels(handle)))
+        has_proxy = spec.network.mode == "proxy"
+        host = host_options(
+            self._limits,
+            facts,
+            runtime=self._runtime,
+            profile=self._profile(facts, has_ip=spec.network.mode != "none"),
+            proxy_folder=record.proxy_folder if has_proxy else None,
+        )
+        options = process_options(self.records.labels(handle, lifetime_s=spec.lifetime_s), has_proxy=has_proxy)
+        return self.engine.create(record.name, spec.image, host=host, **options)
 
-    def _profile_file(self, facts: EngineFacts) -> Path:
-        """The list of system calls where Podman reads it."""
-        file = self._folders.root.parent / "sandbox-seccomp.json"
+    def _profile(self, facts: EngineFacts, *, has_ip: bool) -> str:
+        """The list of system calls; for Podman the file in which it reads it."""
+        text = profile(facts.machine, has_ip=has_ip)
+        if not facts.is_podman:
+            return text
+        file = self._folders.root.parent / f"sandbox-seccomp-{'ip' if has_ip else 'no-ip'}.json"
         fresh = file.with_name(f".{file.name}.{threading.get_ident()}")
-        fresh.write_text(profile(facts.machine))
+        fresh.write_text(text)
         fresh.chmod(0o644)
         fresh.rename(file)
-        return file
+        return str(file)
 
-    def _greeting(self, folder: Path) -> bytes:
+    def _greeting(self, folder: Path, network: NetworkConfig) -> bytes:
         """The task's files and the command server's program."""
         # gVisor's kernel is its own, and shows none of the host's control groups and filters.
         walls = {"memory_bytes": memory_bytes(self._limits), "num_processes": num_processes(self._limits)}
@@ -186,7 +228,12 @@ class Containers:
             "files": task_files(folder),
             "server": server_text().decode(),
             "config": server_config(
-                self._limits, state_folder=STATE, disks=DISKS, kernel_processes=0, counts_files=is_podman
+                self._limits,
+                state_folder=STATE,
+                disks=DISKS,
+                kernel_processes=0,
+                counts_files=is_podman,
+                lend=(proxy_socket.PORT, f"{PROXY}/{proxy_socket.SOCKET_NAME}") if network.mode == "proxy" else None,
             ),
         }
         return json.dumps(given).encode()

@@ -22,6 +22,7 @@ from common.settings import Settings, load_settings
 from workers.sandbox import seccomp
 from workers.sandbox.apptainer_images import ApptainerImages
 from workers.sandbox.bubblewrap import Bubblewrap
+from workers.sandbox.cgroup import find_groups
 from workers.sandbox.container_engine import ContainerEngine
 from workers.sandbox.containers import GVISOR, Containers
 from workers.sandbox.folder import SandboxFolders
@@ -144,7 +145,7 @@ def _remedy(trouble: str) -> str:
     return "user namespaces, mounts in them and overlayfs (Linux 5.11 or newer) must be allowed"
 
 
-def node() -> list[Finding]:
+def node(given: Settings) -> list[Finding]:
     """What the node gives to all sandboxes."""
     namespaces = _number("user/max_user_namespaces")
     restricted = _number("kernel/apparmor_restrict_unprivileged_userns") == 1
@@ -157,6 +158,7 @@ def node() -> list[Finding]:
             remedy="" if namespaces != 0 and not restricted else "see bubblewrap",
         ),
         _cgroups(),
+        _groups(given),
         Finding(
             name="seccomp",
             state="on" if (KERNEL / "kernel/seccomp").is_dir() and seccomp.is_known() else "no filter",
@@ -183,7 +185,23 @@ def _cgroups() -> Finding:
     return Finding(
         name="control groups",
         state=state,
-        means="limits of containers by the kernel; not used by bubblewrap, where the server watches and counts",
+        means="limits of containers by the kernel",
+    )
+
+
+def _groups(given: Settings) -> Finding:
+    """Raises SetupError when the folder of the settings can't be used."""
+    groups = find_groups(given.sandbox_cgroup)
+    if isinstance(groups, str):
+        return Finding(
+            name="groups for bubblewrap",
+            state=f"none: {groups}",
+            means="rlimits; the sandbox's server watches memory, 20 times a second, and counts processes",
+            remedy="control groups v2 with memory and pids, delegated to the workers: ROLLMILL_SANDBOX_CGROUP, or "
+            "systemd-run --user -p Delegate=yes",
+        )
+    return Finding(
+        name="groups for bubblewrap", state=str(groups.folder), means="memory, processes, processors by the kernel"
     )
 
 
@@ -214,7 +232,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except SetupError as error:
         sys.stderr.write(f"rollmill sandbox doctor: {error}\n")
         return 2
-    console.print(_table("sandboxes", found), _table("this node", node()))
+    console.print(_table("sandboxes", found), _table("this node", node(given)))
     by_name = {finding.name: finding for finding in found}
     chosen = _chosen(given, None if by_name["bubblewrap"].state == "works" else by_name["bubblewrap"].state)
     works = chosen != "subprocess" and by_name[chosen].state.startswith("works")

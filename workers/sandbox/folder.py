@@ -5,6 +5,7 @@ After a command has run, the agent decides what lies in its folder. Nothing here
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 import time
@@ -19,6 +20,8 @@ from workers.sandbox.owners import Owners
 
 AGENT_UID = 65_432
 """User and group of commands when the worker is root: an id that Debian reserves and gives to nobody."""
+_FULL = "the node's disk is full: free room there, or set ROLLMILL_DATA_DIR to another disk"
+_REMEDIES = {errno.ENOSPC: _FULL, errno.EDQUOT: _FULL}
 EVALUATION = "-eval"
 """Ends the handle of a sandbox in which EVAL tests what an agent handed in."""
 EVALUATION_LIFETIME_S = 24 * 3600.0
@@ -76,7 +79,10 @@ class SandboxFolders:
                 Outcome.HANDLER_FAILED, f"the sandbox's files {sorted(files)} collide: {error}"
             ) from error
         except OSError as error:
-            raise EpisodeError(Outcome.SANDBOX_FAILED, f"cannot make sandbox {handle}: {error}") from error
+            remedy = _REMEDIES.get(error.errno or 0, "see that the worker may write there")
+            raise EpisodeError(
+                Outcome.SANDBOX_FAILED, f"cannot make sandbox {handle} in {self.root}: {error.strerror}: {remedy}"
+            ) from error
 
     def require(self, handle: str) -> Path:
         """The folder, which must be there. Raises EpisodeError."""

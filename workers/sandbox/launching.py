@@ -52,18 +52,20 @@ def server_config(
     disks: Sequence[str],
     kernel_processes: int,
     counts_files: bool = False,
+    lend: tuple[int, int | str] | None = None,
 ) -> str:
     """As the server reads it. `state_folder` None = it makes one.
 
     `disks`: a folder of each file system that is the sandbox's own. `kernel_processes`: how many processes the
     kernel lets the commands' user have; 0 = as many as it likes. `counts_files`: whether the server must limit the
-    number of files, since the file systems do not.
+    number of files, since the file systems do not. `lend`: the port that the worker's proxy is to answer on in the
+    sandbox, and the way by which the worker gets that socket: a file's number, or a path.
     """
     numbers = ("memory_bytes", "address_bytes", "num_processes", "cpu_s", "file_bytes", "num_files")
     chosen = {name: getattr(limits, name) for name in numbers}
     chosen["kernel_processes"] = kernel_processes
     chosen["num_inodes"] = limits.num_inodes if counts_files else 0
-    return json.dumps({"limits": chosen, "disks": list(disks), "state_folder": state_folder})
+    return json.dumps({"limits": chosen, "disks": list(disks), "state_folder": state_folder, "lend": lend})
 
 
 def task_files(folder: Path) -> dict[str, str]:

@@ -10,17 +10,22 @@ import json
 import os
 import select
 import signal
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 from common.errors import EpisodeError
 from common.outcomes import Outcome
+from workers.sandbox.cgroup import Group
 
 END_WAIT_S = 1.0
 KILL_WAIT_S = 5.0
+EXPIRY_GRACE_S = 60.0
+"""The worker ends what has expired itself; the sweep is for workers that hang."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,9 +90,21 @@ class Owned:
     """The worker's child."""
     inner: Identity | None
     """The sandbox's own first process: with it all others end, and `outer` after it. None = there are no walls."""
+    expires: float | None = None
+    """In seconds of Unix time: the sweep ends what is older, its worker alive or not. None = never."""
+
+    cgroup: str | None = None
+    """Folder of the control group that they are in; None = there is none."""
+
+    def is_lost(self, now: float) -> bool:
+        """Whether nobody needs it any more; only where it is not foreign. `now` in seconds of Unix time."""
+        return not self.worker.is_alive or (self.expires is not None and now > self.expires)
 
     def end(self) -> bool:
         """Whether nothing is left of them."""
+        return self._end_processes() and (self.cgroup is None or Group(path=Path(self.cgroup)).end())
+
+    def _end_processes(self) -> bool:
         if self.inner is not None:
             self.inner.end(signal.SIGKILL, wait_s=KILL_WAIT_S)
             return self.outer.end(signal.SIGTERM, wait_s=END_WAIT_S) or self._kill()
@@ -139,18 +156,35 @@ class Owners:
     def end(self, handle: str) -> None:
         """End all processes of a sandbox. Raises EpisodeError when one does not die, or can't be reached from here."""
         for file, owned in self.of(handle).items():
-            if owned.outer.is_foreign:
-                # Of an earlier boot, or of another container: with its worker, which held the lock, it has ended.
-                if not _worker_is_gone(file):
-                    raise EpisodeError(
-                        Outcome.SANDBOX_FAILED,
-                        f"sandbox {handle} runs in another process namespace: start a reaper beside the fleet there",
-                    )
-            elif not owned.end():
+            self._end(handle, file, owned)
+
+    def sweep(self) -> int:
+        """End what has expired, and what a dead worker left; how many sandboxes. Raises EpisodeError.
+
+        Of a worker in another process namespace only a reaper in that can end anything.
+        """
+        now = time.time()
+        found = [
+            (handle, file, owned)
+            for handle in {file.name.partition(".")[0] for file in self.root.glob("[0-9]*")}
+            for file, owned in self.of(handle).items()
+            if (_worker_is_gone(file) if owned.outer.is_foreign else owned.is_lost(now))
+        ]
+        for handle, file, owned in found:
+            self._end(handle, file, owned)
+        return len(found)
+
+    def _end(self, handle: str, file: Path, owned: Owned) -> None:
+        if owned.outer.is_foreign:
+            # Of an earlier boot, or of another container: with its worker, which held the lock, it has ended.
+            if not _worker_is_gone(file):
                 raise EpisodeError(
-                    Outcome.SANDBOX_FAILED, f"process {owned.outer.pid} of sandbox {handle} does not die"
+                    Outcome.SANDBOX_FAILED,
+                    f"sandbox {handle} runs in another process namespace: start a reaper beside the fleet there",
                 )
-            file.unlink(missing_ok=True)
+        elif not owned.end():
+            raise EpisodeError(Outcome.SANDBOX_FAILED, f"process {owned.outer.pid} of sandbox {handle} does not die")
+        file.unlink(missing_ok=True)
 
 
 def _worker_is_gone(file: Path) -> bool:
@@ -164,7 +198,7 @@ def _worker_is_gone(file: Path) -> bool:
     return True
 
 
-def _owned(fields: dict[str, dict[str, int | str] | None]) -> Owned:
+def _owned(fields: dict[str, Any]) -> Owned:
     def identity(name: str) -> Identity | None:
         given = fields[name]
         if given is None:
@@ -174,7 +208,8 @@ def _owned(fields: dict[str, dict[str, int | str] | None]) -> Owned:
     worker, outer = identity("worker"), identity("outer")
     assert worker is not None
     assert outer is not None
-    return Owned(worker=worker, outer=outer, inner=identity("inner"))
+    left = {name: fields.get(name) for name in ("expires", "cgroup")}
+    return Owned(worker=worker, outer=outer, inner=identity("inner"), **left)
 
 
 @cache

@@ -11,6 +11,7 @@ import os
 import signal
 import socket
 import subprocess
+import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -18,11 +19,14 @@ from pathlib import Path
 
 from common.errors import EpisodeError
 from common.outcomes import Outcome
-from workers.sandbox.owners import Identity, Owned
+from workers.sandbox.cgroup import Group
+from workers.sandbox.owners import EXPIRY_GRACE_S, Identity, Owned
 
 INNER_KILL_WAIT_S = 1.0
 KILL_WAIT_S = 5.0
 END_WAIT_S = 2.0
+_KILLED = (-signal.SIGKILL, 128 + signal.SIGKILL)
+"""How bubblewrap ends when its first process is killed: by itself, or as that did."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,24 +42,43 @@ class Launched:
     """The last line that the processes said about themselves."""
     first: bytes = b""
     """What the server's stream is to be told before anything is expected of it."""
+    lent: socket.socket | None = None
+    """By it the server has handed over a listener before it is ready; None = there is no proxy."""
 
-    def owned(self) -> Owned | None:
+    group: Group | None = None
+    """The control group that all of it is in; None = there is none."""
+
+    def owned(self, *, lifetime_s: float) -> Owned | None:
         """Who they are; None = they have ended already."""
         inner_pid = self.inner()
         worker, outer = Identity.of(os.getpid()), Identity.of(self.process.pid)
         inner = None if inner_pid is None else Identity.of(inner_pid)
         if worker is None or outer is None or (inner_pid is not None and inner is None):
             return None
-        return Owned(worker=worker, outer=outer, inner=inner)
+        expires = time.time() + lifetime_s + EXPIRY_GRACE_S
+        cgroup = None if self.group is None else str(self.group.path)
+        return Owned(worker=worker, outer=outer, inner=inner, expires=expires, cgroup=cgroup)
+
+    async def died_of_memory(self) -> bool:
+        """Whether the kernel has ended it for want of memory, as far as its control group knows."""
+        if self.group is None or self.group.num_killed == 0:
+            return False
+        return await wait_for_exit(self.process.pid, END_WAIT_S) and self.process.poll() in _KILLED
 
     async def end(self) -> None:
         """End it in order, and by force where that takes too long. Raises EpisodeError when it does not die."""
         self.stream.close()
+        if self.lent is not None:
+            self.lent.close()
         if not await wait_for_exit(self.process.pid, END_WAIT_S) and not await self._kill():
             raise EpisodeError(Outcome.SANDBOX_FAILED, f"process {self.process.pid} does not die")
         self.process.wait()
+        if self.group is not None and not await asyncio.to_thread(self.group.end):
+            raise EpisodeError(Outcome.SANDBOX_FAILED, f"control group {self.group.path} cannot be removed")
 
     async def _kill(self) -> bool:
+        if self.group is not None:
+            self.group.kill()
         inner = self.inner()
         # By its parent, since the number may be another process's by now.
         if inner is not None and _parent_of(inner) == self.process.pid:

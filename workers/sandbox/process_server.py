@@ -7,10 +7,12 @@ from typing import Protocol
 
 from common.config import SandboxKind
 from workers.sandbox.client import CommandClient, ServerLost
+from workers.sandbox.egress_proxy import EgressProxy
 from workers.sandbox.folder import SandboxFolders
 from workers.sandbox.owners import Record
 from workers.sandbox.process import Launched
-from workers.sandbox.protocol import Limits
+from workers.sandbox.protocol import OPEN, Limits, SandboxSpec
+from workers.sandbox.proxy_socket import lent_listener
 
 START_TIMEOUT_S = 30.0
 
@@ -29,8 +31,11 @@ class Walls(Protocol):
 class ProcessServer:
     """A server's processes, its connection, and the record of them."""
 
-    def __init__(self, walls: Walls, folders: SandboxFolders, handle: str) -> None:
+    def __init__(self, walls: Walls, folders: SandboxFolders, handle: str, spec: SandboxSpec = OPEN) -> None:
+        """`spec.network`: as the walls have been told, whose proxy this is."""
         self._walls = walls
+        self._spec = spec
+        self._proxy: EgressProxy | None = None
         self._folders = folders
         self._handle = handle
         self._launched: Launched | None = None
@@ -50,7 +55,10 @@ class ProcessServer:
         launched = self._launched = self._walls.launch(folder)
         self._client = CommandClient(launched.stream, self._walls.limits)
         await self._client.connect(timeout_s=START_TIMEOUT_S, first=launched.first)
-        owned = launched.owned()
+        if launched.lent is not None:
+            self._proxy = EgressProxy(self._spec.network, handle=self._handle)
+            self._proxy.serve(lent_listener(launched.lent))
+        owned = launched.owned(lifetime_s=self._spec.lifetime_s)
         if owned is None:
             raise ServerLost("the command server has ended")
         self._record = self._folders.owners.record(self._handle, owned)
@@ -62,9 +70,14 @@ class ProcessServer:
         if self._launched is None:
             return
         self.client.close()
+        if self._proxy is not None:
+            await self._proxy.close()
         await self._launched.end()
         if self._record is not None:
             self._record.remove()
+
+    async def died_of_memory(self) -> bool:
+        return self._launched is not None and await self._launched.died_of_memory()
 
     def explain(self, why: str) -> str:
         remarks = "" if self._launched is None else self._launched.remarks()

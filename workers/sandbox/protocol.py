@@ -11,8 +11,20 @@ from enum import StrEnum
 from typing import Protocol
 
 from common.config import SandboxKind
+from common.config_network import NetworkConfig
 from common.episode import Frozen
+from common.errors import RollmillError
 from workers.sandbox.file_requests import FileRequest
+
+NO_NETWORK = NetworkConfig()
+DAY_S = 86_400.0
+"""Nobody needs a sandbox for longer unless the run says so."""
+
+
+class OutOfMemory(RollmillError):
+    """The agent's commands ended its sandbox by using more memory than there is. Ends the play as `memory_limit`:
+    were it the infrastructure's fault, an agent could throw a bad episode away.
+    """
 
 
 class Limit(StrEnum):
@@ -81,6 +93,10 @@ class SandboxSpec(Frozen):
     """None = as the node's ROLLMILL_SANDBOX says."""
     image: str | None = None
     """Image of `docker`; None = the node's ROLLMILL_SANDBOX_IMAGE, and no image for the other kinds."""
+    network: NetworkConfig = NO_NETWORK
+    """What its commands reach."""
+    lifetime_s: float = DAY_S
+    """How long its processes may run."""
 
 
 OPEN = SandboxSpec()
@@ -136,7 +152,7 @@ class SandboxSession(Protocol):
 
         When it ends, or its time is up, every process that it started is gone. Commands of one session run one after
         the other; waiting for the one before is not part of its time. Raises EpisodeError when the sandbox, not the
-        command, failed. Cancelling stops the command.
+        command, failed, and OutOfMemory when commands ended it so. Cancelling stops the command.
         """
         ...
 

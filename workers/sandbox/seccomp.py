@@ -92,6 +92,8 @@ NOT_THERE = {
 _SOCKET = (41, 198)
 FAMILIES = (socket.AF_UNIX, socket.AF_INET, socket.AF_INET6, socket.AF_NETLINK)
 """Kinds of sockets that a network namespace holds in; AF_VSOCK, for one, reaches the machine's host from everywhere."""
+IP = (socket.AF_INET, socket.AF_INET6)
+"""Only for commands that have a loopback: a network that leads nowhere is still much of a kernel to attack."""
 _IOCTL = (16, 29)
 TIOCSTI, TIOCLINUX = 0x5412, 0x541C
 """Type into a terminal that somebody else reads."""
@@ -103,7 +105,12 @@ def is_known() -> bool:
     return platform.machine() in ARCHITECTURES
 
 
-def program() -> bytes:
+def families(*, has_ip: bool) -> tuple[int, ...]:
+    """Kinds of sockets that commands may have."""
+    return FAMILIES if has_ip else tuple(family for family in FAMILIES if family not in IP)
+
+
+def program(*, has_ip: bool) -> bytes:
     """The filter for this machine, as `bwrap --seccomp` reads it. Raises KeyError where `is_known` says no."""
     architecture, column = ARCHITECTURES[platform.machine()]
     code = [
@@ -119,8 +126,9 @@ def program() -> bytes:
             number = numbers[column]
             if number is not None:
                 code += [(_EQUAL, 0, 1, number), _refuse(error)]
-    families = [(_EQUAL, len(FAMILIES) - place, 0, family) for place, family in enumerate(FAMILIES)]
-    code += _rule(_SOCKET[column], [(_LOAD, 0, 0, _FIRST_ARGUMENT), *families, _refuse(errno.EAFNOSUPPORT)])
+    known = families(has_ip=has_ip)
+    kinds = [(_EQUAL, len(known) - place, 0, family) for place, family in enumerate(known)]
+    code += _rule(_SOCKET[column], [(_LOAD, 0, 0, _FIRST_ARGUMENT), *kinds, _refuse(errno.EAFNOSUPPORT)])
     # A limit of another process: with it a command could break the server, and so throw a bad episode away.
     own = [(_LOAD, 0, 0, _FIRST_ARGUMENT), (_EQUAL, 1, 0, 0), _refuse(errno.EPERM)]
     code += _rule(_PRLIMIT[column], own)

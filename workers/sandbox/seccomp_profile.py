@@ -14,14 +14,15 @@ _ALL_BITS = 0xFFFFFFFF
 
 
 @cache
-def profile(machine: str | None = None) -> str:
+def profile(machine: str | None = None, *, has_ip: bool) -> str:
     """JSON for `security_opt`. `machine` is the engine's, None = this one's. Raises KeyError for one without a list.
 
     Calls of another numbering, as x86-64 also takes, end the process.
     """
-    largest = max(seccomp.FAMILIES)
+    known = seccomp.families(has_ip=has_ip)
+    largest = max(known)
     families = [_compare(0, largest, "SCMP_CMP_GT")]
-    families += [_compare(0, family, "SCMP_CMP_EQ") for family in range(largest) if family not in seccomp.FAMILIES]
+    families += [_compare(0, family, "SCMP_CMP_EQ") for family in range(largest) if family not in known]
     typed = [_masked(1, request) for request in (seccomp.TIOCSTI, seccomp.TIOCLINUX)]
     rules = [
         _refuse(list(seccomp.NOT_PERMITTED), errno.EPERM),

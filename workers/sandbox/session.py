@@ -16,7 +16,7 @@ from common.outcomes import Outcome
 from workers.sandbox.client import MAX_COMMAND_BYTES, CommandClient, ServerLost
 from workers.sandbox.file_requests import FileRequest
 from workers.sandbox.folder import SandboxFolders
-from workers.sandbox.protocol import ExecResult, ServerCall
+from workers.sandbox.protocol import DAY_S, ExecResult, OutOfMemory, ServerCall
 
 logger = logging.getLogger(__name__)
 
@@ -46,17 +46,30 @@ class Server(Protocol):
         """Why it ended, in its own words where it said something."""
         ...
 
+    async def died_of_memory(self) -> bool:
+        """Whether the kernel has ended it for want of memory; asked when it is lost."""
+        ...
+
 
 class Session:
     """`SandboxSession` of a folder."""
 
-    def __init__(self, folders: SandboxFolders, handle: str, make_server: Callable[[], Server]) -> None:
+    def __init__(
+        self,
+        folders: SandboxFolders,
+        handle: str,
+        make_server: Callable[[], Server],
+        *,
+        lifetime_s: float = DAY_S,
+    ) -> None:
         self._folders = folders
         self._handle = handle
         self._make_server = make_server
+        self._lifetime_s = lifetime_s
+        self._expiry: asyncio.TimerHandle | None = None
         self._lock = asyncio.Lock()
         self._server: Server | None = None
-        self._lost: str | None = None
+        self._lost: EpisodeError | OutOfMemory | None = None
         """Why there is no more server: what commands had changed went with it, so no other may take its place."""
 
     async def exec(self, command: str, *, timeout_s: float) -> ExecResult:
@@ -84,15 +97,19 @@ class Session:
         async with self._lock:
             folder = self._folders.require(self._handle)
             if self._lost is not None:
-                raise EpisodeError(Outcome.SANDBOX_FAILED, f"sandbox {self._handle}: {self._lost}")
+                raise self._lost
             try:
                 if self._server is None:
                     self._server = await self._start(folder)
                 return await ask(self._server.client)
             except ServerLost as error:
-                self._lost = await self._end(str(error))
-                self._folders.require(self._handle)
-                raise EpisodeError(Outcome.SANDBOX_FAILED, f"sandbox {self._handle}: {self._lost}") from None
+                of_memory = self._lost is None and self._server is not None and await self._server.died_of_memory()
+                why = await self._end(str(error))
+                if self._lost is None:
+                    self._folders.require(self._handle)
+                    text = f"sandbox {self._handle}: {why}"
+                    self._lost = OutOfMemory(text) if of_memory else EpisodeError(Outcome.SANDBOX_FAILED, text)
+                raise self._lost from None
 
     async def _start(self, folder: Path) -> Server:
         server = self._make_server()
@@ -104,11 +121,21 @@ class Session:
         except BaseException:
             await server.end()
             raise
+        self._expiry = asyncio.get_running_loop().call_later(self._lifetime_s, self._expire, server)
         return server
+
+    def _expire(self, server: Server) -> None:
+        """Its server, and with it all in the sandbox, ends with its connection; a command that runs learns of it."""
+        self._lost = EpisodeError(
+            Outcome.SANDBOX_EXPIRED,
+            f"sandbox {self._handle} has run for {self._lifetime_s:g} s, as long as it may (sandbox.lifetime_s)",
+        )
+        server.client.close()
 
     async def close(self) -> None:
         async with self._lock:
-            self._lost = self._lost or "the session is closed"
+            closed = EpisodeError(Outcome.SANDBOX_FAILED, f"sandbox {self._handle}: the session is closed")
+            self._lost = self._lost or closed
             try:
                 await self._end("")
             except EpisodeError as error:
@@ -118,6 +145,8 @@ class Session:
     async def _end(self, why: str) -> str:
         """End the server; why it ended."""
         server, self._server = self._server, None
+        if self._expiry is not None:
+            self._expiry.cancel()
         if server is None:
             return why
         await server.end()

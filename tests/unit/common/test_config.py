@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -201,3 +202,8 @@ def test_an_adapters_settings_need_a_rank(field: dict[str, object]) -> None:
         TrainConfig.model_validate(field)
     assert TrainConfig.model_validate({"lora_rank": 8, **field}).adapters_kept == 3
     assert TrainConfig().adapters_kept is None
+
+
+def test_sandboxes_outlive_what_agents_may_take() -> None:
+    with pytest.raises(ValueError, match=r"sandbox.lifetime_s = 100 must be more than rollout.episode_timeout_s = 120"):
+        RunConfig.model_validate(tomllib.loads(MINIMAL + "\n[sandbox]\nlifetime_s = 100"))

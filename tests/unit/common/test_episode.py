@@ -72,6 +72,7 @@ def test_every_stage_takes_a_state_that_can_move_on_and_final_states_cannot():
 def test_no_infrastructure_outcome_counts_as_the_agents():
     infrastructure = {
         Outcome.SANDBOX_FAILED,
+        Outcome.SANDBOX_EXPIRED,
         Outcome.ENGINE_LOST,
         Outcome.CAPTURE_INCOMPLETE,
         Outcome.HANDLER_FAILED,

@@ -14,6 +14,7 @@ from common.outcomes import Outcome
 from workers.agent import Agent, Generated, OutOfTime
 from workers.engine_errors import ContextOverflow
 from workers.prompts import sample_ids
+from workers.sandbox.protocol import OutOfMemory
 from workers.tool_calls import ParsedTurn
 
 CLOSE = 0
@@ -64,6 +65,7 @@ class Scripted:
         self.saved: list[Turn] = []
         self.called: list[ToolCall] = []
         self.hanging_call: str | None = None
+        self.cut: Exception = OutOfTime("cut off")
         self.agent = Agent(
             renderer=CharRenderer(),
             config=RolloutConfig(max_turns=max_turns, episode_timeout_s=10, on_format_error=on_format_error),
@@ -83,7 +85,7 @@ class Scripted:
     async def call_tool(self, call: ToolCall) -> str:
         self.called.append(call)
         if call.arguments["x"] == self.hanging_call:
-            raise OutOfTime("cut off")
+            raise self.cut
         return f"r{json.dumps(call.arguments['x'])}"
 
     async def save(self, turn: Turn) -> None:
@@ -177,6 +179,15 @@ async def test_a_tool_that_is_cut_off_ends_the_episode_with_its_turn_also_for_wh
     again = Scripted()
     assert await again.play(script.saved) is Outcome.AGENT_TIMEOUT
     assert again.prompts == []
+
+
+async def test_a_sandbox_that_died_of_its_memory_is_an_outcome_of_the_agent():
+    script = Scripted(said("@a"), said("@b"), said("done"))
+    script.hanging_call, script.cut = "b", OutOfMemory("sandbox 7-1: the command server has ended")
+    assert await script.play() is Outcome.MEMORY_LIMIT
+    assert Outcome.MEMORY_LIMIT.is_agent
+    assert not Outcome.SANDBOX_EXPIRED.is_agent
+    assert [message.role for turn in script.saved for message in turn.messages] == ["assistant", "tool", "assistant"]
 
 
 async def test_a_request_that_is_cut_off_ends_the_episode_with_the_turns_before_it():

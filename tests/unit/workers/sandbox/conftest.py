@@ -12,6 +12,7 @@ from typing import NoReturn
 
 import pytest
 
+from common.config_network import NetworkConfig
 from tests.unit.workers.sandbox import engines
 from tests.unit.workers.sandbox.engines import Engine
 from workers.run_loop import RunLoop
@@ -20,7 +21,7 @@ from workers.sandbox.bubblewrap import Bubblewrap
 from workers.sandbox.container_records import DATA_DIR
 from workers.sandbox.containers import Containers
 from workers.sandbox.folder import SandboxFolders
-from workers.sandbox.protocol import Backend, Limits, SandboxSession
+from workers.sandbox.protocol import Backend, Limits, SandboxSession, SandboxSpec
 from workers.sandbox.restricted import Restricted
 
 HANDLE = "7-1"
@@ -112,7 +113,8 @@ def podman(folders: SandboxFolders, podman_engine: Engine) -> Iterator[Container
 def containers(folders: SandboxFolders, engine: Engine, limits: Limits | None = None) -> Iterator[Containers]:
     """The backend for an engine, with its image; nothing is left of its containers."""
     made = Containers(folders, engine.client, image=engine.agent, pull="never", limits=limits)
-    made._proven.add(made.engine.image(engine.agent, pull="never").id)
+    image = made.engine.image(engine.agent, pull="never").id
+    made._proven |= {image, f"{image} proxy"}
     yield made
     left = made.engine.ours([f"{DATA_DIR}={folders.root.parent}"])
     made.close()
@@ -150,6 +152,16 @@ async def session(any_backend: Backend) -> AsyncIterator[SandboxSession]:
     """A sandbox with FILES, of each kind in turn."""
     await asyncio.to_thread(any_backend.create, HANDLE, FILES)
     opened = any_backend.attach(HANDLE)
+    yield opened
+    await opened.close()
+
+
+@pytest.fixture
+async def session_with_loopback(walled: Backend) -> AsyncIterator[SandboxSession]:
+    """A sandbox with walls and IP: an attack on other networks must not fail for want of a socket alone."""
+    spec = await asyncio.to_thread(walled.choose, SandboxSpec(network=NetworkConfig(mode="loopback")))
+    await asyncio.to_thread(walled.create, HANDLE, {}, spec)
+    opened = walled.attach(HANDLE, spec)
     yield opened
     await opened.close()
 

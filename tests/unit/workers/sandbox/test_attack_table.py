@@ -15,7 +15,8 @@ def rows_below(heading: str) -> list[str]:
 
 
 def test_the_table_of_attacks_has_a_row_for_each() -> None:
-    attacks = Path(__file__).with_name("test_attacks.py").read_text()
+    files = ("test_attacks.py", "test_network_attacks.py")
+    attacks = "".join(Path(__file__).with_name(name).read_text() for name in files)
     assert rows_below("## Attacks") == [name.replace("_", " ") for name in re.findall(r"def test_(\w+)", attacks)]
 
 

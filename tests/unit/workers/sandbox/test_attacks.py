@@ -183,13 +183,13 @@ CONNECT = f"{PYTHON} -c 'import socket; s = socket.socket(socket.{{}}); s.settim
 
 
 @pytest.mark.parametrize("service", ["Postgres", "RabbitMQ"])
-async def test_loopback_services(walled_session: SandboxSession, service: str) -> None:
+async def test_loopback_services(session_with_loopback: SandboxSession, service: str) -> None:
     with listening(socket.AF_INET, ("127.0.0.1", 0)) as (server, reached):
         port = server.getsockname()[1]
         own = "localhost" if service == "Postgres" else "127.0.0.1"
         hosts = f'"{own}", "0.0.0.0", "{outward_address()}"'
         script = f"import socket\nfor h in ({hosts}):\n try: socket.create_connection((h, {port}), 2); print(1)\n"
-        result = await attack(walled_session, f"{PYTHON} -c '{script} except OSError as e: print(e.errno)'")
+        result = await attack(session_with_loopback, f"{PYTHON} -c '{script} except OSError as e: print(e.errno)'")
         socket.create_connection(("127.0.0.1", port)).close()
         until(lambda: len(reached) == 1)
     assert "1\n" not in result.output.replace("111\n", "").replace("101\n", ""), result.output
@@ -214,12 +214,12 @@ def until(reached: object) -> None:
         time.sleep(0.01)
 
 
-async def test_names_and_other_networks(walled_session: SandboxSession) -> None:
+async def test_names_and_other_networks(session_with_loopback: SandboxSession) -> None:
     lookup = f"{PYTHON} -c 'import socket; print(socket.getaddrinfo(\"example.com\", 80))'"
-    assert (await attack(walled_session, lookup)).exit_code == 1
+    assert (await attack(session_with_loopback, lookup)).exit_code == 1
     raw = f"{PYTHON} -c 'import socket; socket.socket(socket.AF_INET, socket.SOCK_RAW, 1)'"
-    assert (await attack(walled_session, raw)).exit_code == 1
-    links = await attack(walled_session, "tail -n +3 /proc/net/dev | cut -d: -f1; ip link add x type dummy")
+    assert (await attack(session_with_loopback, raw)).exit_code == 1
+    links = await attack(session_with_loopback, "tail -n +3 /proc/net/dev | cut -d: -f1; ip link add x type dummy")
     assert links.output.split()[0] == "lo"
     assert links.exit_code != 0
 

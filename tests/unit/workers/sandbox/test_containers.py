@@ -25,7 +25,10 @@ from workers.sandbox.owners import Identity
 from workers.sandbox.protocol import SandboxSpec
 
 pytestmark = pytest.mark.robustness
-HOSTILE = f"trap '' TERM HUP INT; setsid sh -c 'trap \"\" TERM HUP; sleep 60 # {MARK}' & nohup sleep 60 & sleep 60"
+HOSTILE = (
+    f"trap '' TERM HUP INT; setsid sh -c 'trap \"\" TERM HUP; sleep 60 # {MARK}' & nohup sleep 60 & "
+    "(setsid sh -c 'sleep 60 & sleep 60' &); while :; do (true &); done"
+)
 WORKER_PROGRAM = """
 import asyncio, sys
 from pathlib import Path
@@ -109,15 +112,25 @@ def ours(backend: Containers) -> int:
     return len(backend.engine.ours([f"{DATA_DIR}={backend.records.root.parent}"]))
 
 
+def traces(engine: Engine, container: str) -> list[str]:
+    """Control groups and mounts of a container."""
+    groups = [str(path) for path in Path("/sys/fs/cgroup").glob(f"*/*/*{container}*")]
+    mounts = Path(f"/proc/{engine.process.pid}/mountinfo").read_text().splitlines()
+    return groups + [line for line in mounts if container in line]
+
+
 async def test_a_worker_that_is_killed_takes_its_container_along(backend: Containers, engine: Engine) -> None:
     backend.create(HANDLE, {})
     worker = start_worker(backend, engine, HOSTILE)
     await until_running()
+    (container,) = backend.engine.ours([f"{DATA_DIR}={backend.records.root.parent}"])
+    assert traces(engine, container.id)
     worker.kill()
     worker.wait(10)
     await until_gone()
-    deadline = time.monotonic() + 20
-    while ours(backend):
+    await asyncio.to_thread(backend.sweep)
+    deadline = time.monotonic() + 60
+    while ours(backend) or traces(engine, container.id):
         assert time.monotonic() < deadline
         await asyncio.sleep(0.05)
     assert len(backend.records.of(HANDLE)) == 1
