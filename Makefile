@@ -70,7 +70,8 @@ test: $(VENV)/.dev services check test-sandbox ## everything: check, then the te
 	@$(BIN)/python -m pytest tests/e2e tests/integration -n 2 --dist loadfile $(ARGS)
 
 test-sandbox: $(VENV)/.dev services ## what agents do to a shell, attacks on the sandbox, cheats in EVAL; each must be stopped
-	@SANDBOX_FIGURES=1 $(BIN)/python -m pytest tests/unit/workers/sandbox -q -rsfE -m "robustness or attack or cheat" $(ARGS)
+	@SANDBOX_FIGURES=1 $(BIN)/python -m pytest tests/unit/workers/sandbox -q -rsfE -n 2 --dist loadfile \
+		-m "robustness or attack or cheat" $(ARGS)
 
 test-trainer: $(VENV)/.trl ## the trainer's unit tests and crash tests, then its losses in other packings and against TRL's
 	@$(BIN)/python -m pytest tests/unit/trainer tests/integration/test_own_trainer.py \

@@ -33,22 +33,19 @@ _skipped: Counter[str] = Counter()
 FILES = {"notes.txt": "hello\n", "data/maple12": "code 42\n"}
 
 
-@pytest.hookimpl(hookwrapper=True)
-def pytest_runtest_makereport(item: pytest.Item) -> Iterator[None]:
-    """Count cases of robustness, attacks and cheats."""
-    outcome = yield
-    report = outcome.get_result()  # type: ignore[attr-defined]
+def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+    """Count cases of robustness, attacks and cheats, of whichever process ran them."""
     if report.when == "call" or report.outcome != "passed":
         for mark in ("robustness", "attack", "cheat"):
-            if item.get_closest_marker(mark):
+            if mark in report.keywords:
                 _ran[mark] += report.outcome != "skipped"
                 _skipped[mark] += report.outcome == "skipped"
                 _passed[mark] += report.outcome == "passed"
 
 
-def pytest_unconfigure() -> None:
+def pytest_unconfigure(config: pytest.Config) -> None:
     """The last line of `make test-sandbox`."""
-    if os.environ.get("SANDBOX_FIGURES"):
+    if os.environ.get("SANDBOX_FIGURES") and not hasattr(config, "workerinput"):
         sys.stdout.write(
             f"sandbox: cases={_passed['robustness']} attacks={_ran['attack']} stopped={_passed['attack']} "
             f"cheats={_ran['cheat']} caught={_passed['cheat']} "

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import secrets
 from contextlib import suppress
 from pathlib import Path
 
-MARK = "marked-3f9c"
+MARK = os.environ.setdefault("ROLLMILL_TEST_MARK", f"marked-{secrets.token_hex(4)}")
+"""Of this process and those that it starts: other tests may run on the machine at the same time."""
 
 
 def running(mark: str = MARK) -> list[int]:
