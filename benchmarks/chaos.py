@@ -23,7 +23,8 @@ from rich.console import Console
 from benchmarks.chaos_display import Display
 from benchmarks.killer import Killer, Plan
 from benchmarks.stack import Servers, servers
-from common.config import TINY_MODELS, RolloutConfig, RunConfig, TrainConfig
+from common.config import TINY_MODELS, RolloutConfig, RunConfig
+from common.config_train import TrainConfig
 from common.db import audit
 from common.db.runs import Run
 from common.db.snapshot import Snapshot

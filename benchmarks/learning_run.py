@@ -18,7 +18,8 @@ import numpy as np
 import torch
 from pydantic import JsonValue
 
-from common.config import TINY_MODELS, RolloutConfig, RunConfig, TrainConfig
+from common.config import TINY_MODELS, RolloutConfig, RunConfig
+from common.config_train import TrainConfig
 from common.db.steps import ScoredGroup
 from common.episode import FinishReason, Sampled, ScoredEpisode, ToolCall, Turn, TurnTokens, VersionSpan
 from trainer.loop import prepare

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from common.config import TrainConfig
+from common.config_train import TrainConfig
 from trainer.losses import StepTotals, policy_loss
 
 LOSSES = ({"loss": "ppo"}, {"loss": "gspo", "clip_low": 0.02, "clip_high": 0.03}, {"loss": "cispo"})

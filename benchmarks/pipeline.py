@@ -22,7 +22,8 @@ from kombu import Connection, Exchange, Queue
 from sqlalchemy import text
 
 from benchmarks.stack import Servers, servers
-from common.config import TINY_MODELS, RolloutConfig, RunConfig, TrainConfig
+from common.config import TINY_MODELS, RolloutConfig, RunConfig
+from common.config_train import TrainConfig
 from common.db import groups, tasks, versions
 from common.db.runs import Run
 from common.db.session import Database

@@ -16,7 +16,8 @@ from sqlalchemy import text
 from benchmarks.coupled import train_coupled
 from benchmarks.tailed_engine import LONG_TOKENS, MEAN_TOKENS, MODEL, drawn_tokens
 from benchmarks.timed_policy import TimedPolicy
-from common.config import RolloutConfig, RunConfig, TrainConfig
+from common.config import RolloutConfig, RunConfig
+from common.config_train import TrainConfig
 from common.db import engines, run_control, runs
 from common.db.runs import DataCursor
 from common.db.session import Database

@@ -21,7 +21,8 @@ from rich.table import Table
 from sqlalchemy import Connection, text
 
 from benchmarks.big_run import GROUP_SIZE, GROUPS_PER_STEP, Size, fill
-from common.config import TINY_MODELS, RolloutConfig, RunConfig, TrainConfig
+from common.config import TINY_MODELS, RolloutConfig, RunConfig
+from common.config_train import TrainConfig
 from common.db import engines, episodes, retries, runs, steps, tasks
 from common.db.episodes import Wakeup
 from common.db.runs import Run

@@ -20,7 +20,7 @@ import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from benchmarks.live_bytes import LiveBytes
-from common.config import TrainConfig
+from common.config_train import TrainConfig
 from trainer.policy import Policy
 from trainer.samples import Sample
 

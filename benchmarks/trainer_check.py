@@ -16,7 +16,7 @@ from collections.abc import Sequence
 import torch
 
 from benchmarks.objectives import Row, compute, objectives, random_rows
-from common.config import TrainConfig
+from common.config_train import TrainConfig
 
 MAX_DIFFERENCE = 1e-6
 MAX_TRL_DIFFERENCE = 1e-5

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from enum import StrEnum
 
-from common.config import TINY_MODELS, RunConfig, TrainConfig
+from common.config import TINY_MODELS, RunConfig
+from common.config_train import TrainConfig
 
 
 class DemoHandler(StrEnum):

@@ -20,7 +20,8 @@ from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from common.config import EvalConfig, RunConfig, TrainConfig
+from common.config import EvalConfig, RunConfig
+from common.config_train import TrainConfig
 from common.dataset import read_lines
 from common.db import evaluations, runs, versions
 from common.db.evaluations import Evaluation

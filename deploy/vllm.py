@@ -9,7 +9,7 @@ from enum import StrEnum
 from pathlib import Path
 from signal import Signals
 
-from common.config import TrainConfig
+from common.config_train import TrainConfig
 from common.errors import SetupError
 from deploy.ports import HOST, http_ok
 from deploy.process import ProcessSpec

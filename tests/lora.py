@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 from transformers import PreTrainedModel
 
-from common.config import TrainConfig
+from common.config_train import TrainConfig
 from common.weights import Published, WeightStore
 from trainer.lora import adapter_writer, with_adapter
 from trainer.modelling import load_model

@@ -13,7 +13,7 @@ from math import comb, isfinite
 
 import numpy as np
 
-from common.config import TrainConfig
+from common.config_train import TrainConfig
 
 EPSILON = 1e-4
 """Keeps the division finite; next to it a standard deviation of rewards in 0..1 is large."""

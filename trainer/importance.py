@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import torch
 
-from common.config import TrainConfig
+from common.config_train import TrainConfig
 
 MAX_LOG_RATIO = 20.0
 """Beyond this exp() only makes infinities; the clip has cut the gradient long before."""

@@ -12,7 +12,7 @@ import torch
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
-from common.config import TrainConfig
+from common.config_train import TrainConfig
 from common.errors import SetupError
 from trainer.modelling import autocast, packed_arguments
 from trainer.samples import Batch

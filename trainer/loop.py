@@ -19,7 +19,7 @@ from pathlib import Path
 import numpy as np
 from safetensors import SafetensorError
 
-from common.config import TrainConfig
+from common.config_train import TrainConfig
 from common.db import runs, steps, versions
 from common.db.runs import Run
 from common.db.session import Database

@@ -17,7 +17,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import PreTrainedModel
 
-from common.config import TrainConfig
+from common.config_train import TrainConfig
 from common.errors import SetupError
 from common.memory import LORA_MODULES
 from common.weights import ADAPTER_WEIGHTS

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
-from common.config import TrainConfig
+from common.config_train import TrainConfig
 from trainer.distillation import with_teacher
 from trainer.importance import MAX_LOG_RATIO, Importance, importance
 from trainer.kl import kl_estimate

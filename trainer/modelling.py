@@ -14,7 +14,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.utils.logging import disable_progress_bar
 
-from common.config import TrainConfig
+from common.config_train import TrainConfig
 from common.errors import SetupError
 from trainer.samples import Batch
 

@@ -16,7 +16,8 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel
 
-from common.config import RunConfig, TrainConfig
+from common.config import RunConfig
+from common.config_train import TrainConfig
 from common.errors import RollmillError, SetupError
 from trainer.kl import kl_estimate
 from trainer.logprobs import TokenScorer, score_batch

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from common.config import TrainConfig
+from common.config_train import TrainConfig
 from common.episode import ScoredEpisode
 from common.outcomes import Outcome
 from trainer.advantages import GroupRewards

@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from common.config import TrainConfig
+from common.config_train import TrainConfig
 from trainer.logprobs import TokenScorer
 from trainer.ranks import Ranks
 

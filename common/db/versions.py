@@ -8,7 +8,8 @@ from typing import Any
 
 from sqlalchemy import Connection, Row, text
 
-from common.config import InFlight, TrainConfig
+from common.config import InFlight
+from common.config_train import TrainConfig
 from common.db import evaluations
 from common.weights import Published, folder_of
 

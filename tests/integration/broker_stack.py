@@ -13,7 +13,8 @@ from pathlib import Path
 
 from kombu.connection import Connection
 
-from common.config import TINY_MODELS, RolloutConfig, RunConfig, TrainConfig
+from common.config import TINY_MODELS, RolloutConfig, RunConfig
+from common.config_train import TrainConfig
 from common.db import engines, groups, runs, tasks, turns, versions
 from common.db.episodes import Wakeup, move
 from common.db.runs import Run

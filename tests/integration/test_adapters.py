@@ -13,7 +13,8 @@ import pytest
 from fsspec.implementations.memory import MemoryFileSystem
 from sqlalchemy import Connection, Row, text
 
-from common.config import EvalConfig, RunConfig, TrainConfig
+from common.config import EvalConfig, RunConfig
+from common.config_train import TrainConfig
 from common.db import engines, evaluations, runs, versions
 from common.db.engines import EngineRow
 from common.db.session import Database

@@ -11,8 +11,9 @@ import pytest
 import torch
 from sqlalchemy import text
 
-from common.config import TINY_MODELS, RolloutConfig, RunConfig, TrainConfig
+from common.config import TINY_MODELS, RolloutConfig, RunConfig
 from common.config_distill import DistillConfig
+from common.config_train import TrainConfig
 from common.db import engines, report, runs, steps, tasks
 from common.db.session import Database
 from common.errors import SetupError

@@ -15,7 +15,8 @@ from pathlib import Path
 
 import pytest
 
-from common.config import TINY_MODELS, RunConfig, TrainConfig
+from common.config import TINY_MODELS, RunConfig
+from common.config_train import TrainConfig
 from common.db import engines, runs
 from common.db.session import Database
 from common.episode import EngineState, RunState

@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 from sqlalchemy import text
 
-from common.config import EvalConfig, RolloutConfig, RunConfig, TrainConfig
+from common.config import EvalConfig, RolloutConfig, RunConfig
+from common.config_train import TrainConfig
 from common.db import audit, engines, evaluations, groups, report, run_control, runs, steps, versions
 from common.db.episodes import Wakeup
 from common.db.evaluations import Evaluation

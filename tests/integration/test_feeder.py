@@ -5,7 +5,8 @@ from pathlib import Path
 import pytest
 from sqlalchemy import text
 
-from common.config import RolloutConfig, RunConfig, TrainConfig
+from common.config import RolloutConfig, RunConfig
+from common.config_train import TrainConfig
 from common.db import engines, runs
 from common.db.episodes import Wakeup
 from common.db.runs import Run

@@ -7,7 +7,8 @@ from pathlib import Path
 
 from sqlalchemy import text
 
-from common.config import TINY_MODELS, RolloutConfig, RunConfig, TrainConfig
+from common.config import TINY_MODELS, RolloutConfig, RunConfig
+from common.config_train import TrainConfig
 from common.db import engines, episodes, runs, tasks
 from common.db.runs import DataCursor, Run
 from common.db.session import Database

@@ -12,7 +12,8 @@ from pathlib import Path
 import psycopg2
 import pytest
 
-from common.config import RunConfig, TrainConfig, load_run_config
+from common.config import RunConfig, load_run_config
+from common.config_train import TrainConfig
 from common.db import engines, runs, versions
 from common.db.session import Database
 from common.episode import RunState

@@ -9,7 +9,8 @@ import torch
 from safetensors.torch import load_file
 from sqlalchemy import text
 
-from common.config import TINY_MODELS, RolloutConfig, RunConfig, TrainConfig
+from common.config import TINY_MODELS, RolloutConfig, RunConfig
+from common.config_train import TrainConfig
 from common.db import engines, runs, tasks
 from common.db.session import Database
 from common.weights import WeightStore

@@ -12,7 +12,8 @@ from typing import Any
 
 from sqlalchemy import text
 
-from common.config import TINY_MODELS, RolloutConfig, RunConfig, TrainConfig
+from common.config import TINY_MODELS, RolloutConfig, RunConfig
+from common.config_train import TrainConfig
 from common.db import engines, runs, tasks, versions
 from common.db.session import Database
 from common.episode import Message, ToolCall

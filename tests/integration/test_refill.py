@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 from sqlalchemy import text
 
-from common.config import RolloutConfig, RunConfig, TrainConfig
+from common.config import RolloutConfig, RunConfig
+from common.config_train import TrainConfig
 from common.db import audit, engines, episodes, report, retries, runs, steps, tasks
 from common.db.runs import DataCursor, Run
 from common.db.session import Database

@@ -10,7 +10,8 @@ from uuid import uuid4
 import pytest
 from sqlalchemy import Connection, text
 
-from common.config import RolloutConfig, RunConfig, TrainConfig
+from common.config import RolloutConfig, RunConfig
+from common.config_train import TrainConfig
 from common.db import engines, episodes, groups, report, retries, runs, steps, tasks, turns, versions
 from common.db.episodes import Claim, Wakeup
 from common.db.examples import EXAMPLES, Answer, ask, run_example

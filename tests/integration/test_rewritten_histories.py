@@ -12,7 +12,8 @@ import pytest
 from pydantic import JsonValue
 from sqlalchemy import text
 
-from common.config import RenderConfig, RolloutConfig, RunConfig, TrainConfig
+from common.config import RenderConfig, RolloutConfig, RunConfig
+from common.config_train import TrainConfig
 from common.db import audit, engines, episodes, report, retries, runs, steps, tasks, turns
 from common.db.engines import EngineRow
 from common.db.episodes import Wakeup

@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 from sqlalchemy import text
 
-from common.config import RolloutConfig, RunConfig, SharingConfig, TrainConfig
+from common.config import RolloutConfig, RunConfig, SharingConfig
+from common.config_train import TrainConfig
 from common.db import engines, episodes, run_control, runs, sandboxes, sharing
 from common.db.episodes import Wakeup
 from common.db.runs import Run

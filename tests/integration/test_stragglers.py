@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 from sqlalchemy import text
 
-from common.config import RolloutConfig, RunConfig, TrainConfig
+from common.config import RolloutConfig, RunConfig
+from common.config_train import TrainConfig
 from common.db import audit, cancel, engines, episodes, report, retries, runs, sandboxes, snapshot, steps, tasks
 from common.db.episodes import Claim, Wakeup
 from common.db.session import Database

@@ -17,8 +17,9 @@ import torch
 from sqlalchemy import text
 from sqlalchemy.exc import IntegrityError
 
-from common.config import RolloutConfig, RunConfig, TrainConfig
+from common.config import RolloutConfig, RunConfig
 from common.config_tracking import TrackingConfig
+from common.config_train import TrainConfig
 from common.db import engines, episodes, report, run_control, runs, steps, tasks
 from common.db.session import Database
 from common.db.versions import PolicyVersion

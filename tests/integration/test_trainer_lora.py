@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from common.config import RolloutConfig, RunConfig, TrainConfig
+from common.config import RolloutConfig, RunConfig
+from common.config_train import TrainConfig
 from common.db import engines, episodes, runs, tasks, turns, versions
 from common.db.session import Database
 from common.db.versions import PolicyVersion

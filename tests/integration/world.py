@@ -6,7 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from uuid import uuid4
 
-from common.config import RolloutConfig, RunConfig, TrainConfig
+from common.config import RolloutConfig, RunConfig
+from common.config_train import TrainConfig
 from common.db import engines, episodes, groups, runs, tasks, turns
 from common.db.episodes import Claim, Wakeup
 from common.db.runs import Run

@@ -15,7 +15,8 @@ import torch
 from sqlalchemy import text
 from transformers import PreTrainedModel
 
-from common.config import RolloutConfig, RunConfig, TrainConfig
+from common.config import RolloutConfig, RunConfig
+from common.config_train import TrainConfig
 from common.db import engines, episodes, groups, runs, tasks, turns, versions
 from common.db.engines import EngineRow
 from common.db.episodes import Wakeup

@@ -14,7 +14,8 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from common.config import RolloutConfig, RunConfig, TrainConfig
+from common.config import RolloutConfig, RunConfig
+from common.config_train import TrainConfig
 from common.db import engines, runs, versions
 from common.db.engines import EngineRow, EngineStatus
 from common.db.session import Database

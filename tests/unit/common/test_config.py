@@ -6,7 +6,8 @@ from pathlib import Path
 import pytest
 from pydantic import ValidationError
 
-from common.config import EvalConfig, RolloutConfig, RunConfig, TrainConfig, load_run_config
+from common.config import EvalConfig, RolloutConfig, RunConfig, load_run_config
+from common.config_train import TrainConfig
 from common.errors import SetupError
 
 MINIMAL = 'name = "a"\nmodel = "m"\n'

@@ -6,7 +6,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from common.config import RunConfig, TrainConfig
+from common.config import RunConfig
+from common.config_train import TrainConfig
 from common.db.examples import EXAMPLES, Answer
 from common.db.report import Summary
 from common.db.snapshot import Snapshot, StageCounts, VersionReward

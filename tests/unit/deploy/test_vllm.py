@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from common.config import TrainConfig
+from common.config_train import TrainConfig
 from common.errors import SetupError
 from deploy.vllm import EXTENSION, EXTENSION_DIR, FENCE, Build, VllmPlan, find_build, lora_plan, vllm_spec
 

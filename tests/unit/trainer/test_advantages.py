@@ -10,7 +10,7 @@ from functools import partial
 import numpy as np
 import pytest
 
-from common.config import TrainConfig
+from common.config_train import TrainConfig
 from trainer.advantages import (
     Advantages,
     GroupRewards,

@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 import torch
 
-from common.config import TINY_MODELS, RunConfig, TrainConfig
+from common.config import TINY_MODELS, RunConfig
+from common.config_train import TrainConfig
 from common.episode import ScoredEpisode, TurnTokens
 from common.errors import RollmillError, SetupError
 from trainer.losses import StepTotals, needs_all_rows, policy_loss

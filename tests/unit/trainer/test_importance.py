@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from common.config import TrainConfig
+from common.config_train import TrainConfig
 from trainer.importance import importance
 
 

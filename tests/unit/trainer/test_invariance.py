@@ -9,7 +9,7 @@ import torch
 
 from benchmarks.objectives import compute, objectives, random_rows
 from benchmarks.trainer_check import MAX_DIFFERENCE, NUM_EPISODES, NUM_ROWS, invariance
-from common.config import TrainConfig
+from common.config_train import TrainConfig
 
 
 @pytest.mark.parametrize("train", objectives(), ids=lambda train: str(train.model_dump(exclude_defaults=True)))

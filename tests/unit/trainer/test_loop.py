@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 
-from common.config import TrainConfig
+from common.config_train import TrainConfig
 from common.db.steps import ScoredGroup
 from common.episode import ScoredEpisode, TurnTokens
 from trainer.advantages import Advantages

@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from common.config import TrainConfig
+from common.config_train import TrainConfig
 from trainer.losses import StepTotals, TokenStats, policy_loss
 
 TRAIN = TrainConfig(clip_low=0.2, clip_high=0.28, dual_clip=3.0, importance_cap=2.0)

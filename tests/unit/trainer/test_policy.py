@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 import torch
 
-from common.config import RunConfig, TrainConfig
+from common.config import RunConfig
+from common.config_train import TrainConfig
 from common.errors import SetupError
 from trainer.losses import StepTotals, policy_loss
 from trainer.policy import Policy, TrainingError, learning_rate

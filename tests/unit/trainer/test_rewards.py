@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from common.config import TrainConfig
+from common.config_train import TrainConfig
 from common.episode import ScoredEpisode, TurnTokens
 from trainer.advantages import step_advantages
 from trainer.rewards import group_rewards, is_trained, overlong_penalty

@@ -12,7 +12,7 @@ import torch
 
 from benchmarks.objectives import Row, compute, random_rows
 from benchmarks.trainer_check import NUM_EPISODES, NUM_ROWS
-from common.config import TrainConfig
+from common.config_train import TrainConfig
 from common.db.steps import ScoredGroup
 from common.episode import ScoredEpisode, TurnTokens
 from trainer.loop import account, prepare

@@ -8,7 +8,8 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from uuid import uuid4
 
-from common.config import EvalConfig, RolloutConfig, RunConfig, TrainConfig
+from common.config import EvalConfig, RolloutConfig, RunConfig
+from common.config_train import TrainConfig
 from common.db.engines import EngineRow
 from common.db.episodes import Claim
 from common.episode import EngineState, Sampled
