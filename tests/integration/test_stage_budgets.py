@@ -98,7 +98,7 @@ class Stages:
         self.engine = Saying(renderer)
         backend = open_backend(settings)
         threads = StageThreads("stage")
-        init = Init(world.database, handler=lambda name: handler, backend=backend)  # type: ignore[arg-type,return-value]
+        init = Init(world.database, handler=lambda name: handler, backend=backend, node=settings.node)  # type: ignore[arg-type,return-value]
         evaluate = Eval(handler=lambda name: handler)  # type: ignore[arg-type,return-value]
         play = Run(
             database=world.database,

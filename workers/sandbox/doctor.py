@@ -122,11 +122,12 @@ def _remedy(trouble: str) -> str:
     return "user namespaces, mounts in them and overlayfs (Linux 5.11 or newer) must be allowed"
 
 
-def node() -> list[Finding]:
+def node(given: Settings) -> list[Finding]:
     """What the node gives to all sandboxes."""
     namespaces = _number("user/max_user_namespaces")
     restricted = _number("kernel/apparmor_restrict_unprivileged_userns") == 1
     return [
+        Finding(name="node", state=given.node, means="RUN takes what INIT prepares here; named by ROLLMILL_NODE"),
         Finding(name="kernel", state=f"{platform.release()} {platform.machine()}", means="overlay for users: 5.11+"),
         Finding(
             name="user namespaces",
@@ -192,7 +193,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except SetupError as error:
         sys.stderr.write(f"rollmill sandbox doctor: {error}\n")
         return 2
-    console.print(_table("sandboxes", found), _table("this node", node()))
+    console.print(_table("sandboxes", found), _table("this node", node(given)))
     by_name = {finding.name: finding for finding in found}
     chosen = _chosen(given, None if by_name["bubblewrap"].state == "works" else by_name["bubblewrap"].state)
     works = chosen != "restricted" and by_name[chosen].state.startswith("works")

@@ -39,7 +39,7 @@ def test_a_data_folder_that_cannot_be_made(tmp_path: Path, capsys: pytest.Captur
 
 
 def test_every_part_of_the_node_has_a_state() -> None:
-    assert all(finding.state and finding.means for finding in node())
+    assert all(finding.state and finding.means for finding in node(Settings()))
 
 
 @pytest.mark.robustness
