@@ -6,6 +6,7 @@ from pathlib import Path
 from uuid import uuid4
 
 import pytest
+import redis
 from kombu.connection import Connection
 from sqlalchemy import text
 
@@ -187,3 +188,10 @@ def test_messages_of_a_bound_episode_go_to_its_nodes_queue_alone(node: Node, kin
         with pytest.raises(SetupError, match="run@a has 1 consumer"):
             make_queues(given, recreate=True)
     assert make_queues(given, recreate=True, force=True) == 1
+
+
+def test_over_redis_a_nodes_queue_is_a_list_of_its_own(valkey_url: str, world: World) -> None:
+    first, second = world.feed()
+    announce(Settings(broker_url=valkey_url, node="c"), bind(world, first, "a"), world.prepare(second))
+    with redis.from_url(valkey_url) as client:
+        assert {name: client.llen(name) for name in ("run", "run@a", "run@c")} == {"run": 1, "run@a": 1, "run@c": 0}
