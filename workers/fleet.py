@@ -126,6 +126,7 @@ class FleetProcess:
             handler=handler_named,
             renderer=renderer_of,
             backend=open_backend(self._settings),
+            node=self._settings.node,
         )
         return lambda claim: loop.work(stage(claim))
 

@@ -45,13 +45,18 @@ class Init:
             to=EpisodeState.READY,
             why="prepared",
             prepared=stored.model_dump(mode="json"),
-            node=None if sandbox is None else self._node,
+            node=None if sandbox is None or spec.endpoint is not None else self._node,
         )
 
     def _make_sandbox(self, claim: Claim, prepared: Prepared) -> tuple[str, SandboxSpec]:
         handle = self._backend.handle(claim.episode_id, claim.attempt)
         wanted = claim.config.sandbox
         spec = self._backend.choose(SandboxSpec(kind=wanted.kind, image=prepared.image or wanted.image))
+        if spec.endpoint is not None:
+            # Nothing lies anywhere before RUN starts it, and notes it then.
+            with boundary(Outcome.SANDBOX_FAILED, f"sandbox {handle}"):
+                self._backend.create(handle, prepared.files, spec)
+            return handle, spec.model_copy(update={"files": dict(prepared.files)})
         with self._database.begin() as conn:
             sandboxes.record(conn, claim, backend=str(spec.kind), node=self._node, handle=handle)
         with boundary(Outcome.SANDBOX_FAILED, f"sandbox {handle}"):

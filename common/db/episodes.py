@@ -146,7 +146,8 @@ _TYPES = {
 _RUN_LIVES = "SELECT FROM node WHERE seen_at > now() - {num} * :lease_s * interval '1 second'"
 _PREPARABLE = f"""
     AND (e.attempt = 1 OR e.prepared IS NULL OR e.prepared -> 'sandbox' = 'null'
-         OR NOT EXISTS ({_RUN_LIVES.format(num=1)}) OR EXISTS ({_RUN_LIVES.format(num=4)} AND name = :node))"""
+         OR e.prepared -> 'spec' -> 'endpoint' <> 'null' OR NOT EXISTS ({_RUN_LIVES.format(num=1)})
+         OR EXISTS ({_RUN_LIVES.format(num=4)} AND name = :node))"""
 """The second sandbox of an episode is made where somebody can use it: the first one's node may have lost its RUN fleet
 and kept INIT."""
 _PLAYABLE = "AND EXISTS (SELECT FROM engine WHERE run_id = e.run_id) AND (e.node IS NULL OR e.node = :node)"

@@ -47,6 +47,7 @@ _HAND_BACK = "UPDATE (state, attempt, failures, claim_worker, claim_token, lease
 _HAND_BACK += " node, not_before, version_min, version_max, num_turns, num_sampled, finished_at)"
 """What claiming, moving, retrying and handing back write; all of it is named in one statement, used or not."""
 _NOTE = "INSERT (episode_id, attempt, from_state, to_state, worker, why)"
+_NOTE_SANDBOX = "INSERT (episode_id, attempt, backend, node, handle)"
 _STAGE: Grants = {
     "run": ("SELECT",),
     "task": ("SELECT",),
@@ -68,7 +69,7 @@ GRANTS: Mapping[Role, Grants] = MappingProxyType(
             {
                 "episode": ("UPDATE (prepared)",),
                 "node": ("SELECT",),
-                "sandbox": ("SELECT", "INSERT (episode_id, attempt, backend, node, handle)"),
+                "sandbox": ("SELECT", _NOTE_SANDBOX),
             },
         ),
         Role.RUN: _with(
@@ -78,6 +79,7 @@ GRANTS: Mapping[Role, Grants] = MappingProxyType(
                 "turn_tokens": ("SELECT", "INSERT"),
                 "policy_version": ("SELECT",),
                 "evaluation_point": ("SELECT",),
+                "sandbox": ("SELECT", _NOTE_SANDBOX),
                 "node": ("SELECT", "INSERT (name, seen_at)", "UPDATE (seen_at)"),
                 "engine": (
                     "UPDATE (owner, owner_until, version, loading, healthy_at, failures, retry_at, error, state,"

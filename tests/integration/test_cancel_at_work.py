@@ -69,6 +69,7 @@ class Fleet:
             handler=lambda name: Shell(),
             renderer=lambda folder: renderer,
             backend=self.backend,
+            node=settings.node,
         )
         init = Init(world.database, handler=lambda name: Shell(), backend=self.backend, node=settings.node)
         self._init_threads = stack.enter_context(ThreadPoolExecutor(8))

@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from uuid import uuid4
 
 import pytest
 import redis
 from kombu.connection import Connection
+from pydantic import JsonValue
 from sqlalchemy import text
 
 from common.broker import declare_queues
-from common.db import episodes, nodes, retries, sharing
+from common.config import TINY_MODELS
+from common.db import episodes, groups, nodes, retries, sandboxes, sharing, tasks
 from common.db.episodes import Claim, Wakeup
 from common.episode import EpisodeState, Stage
-from common.errors import SetupError
+from common.errors import EpisodeError, SetupError
+from common.outcomes import Outcome
 from common.queues import QueueKind
 from common.settings import Settings
 from deploy.broker_queues import check_queues, make_queues
@@ -23,8 +27,15 @@ from deploy.tables import table_console
 from tests.integration.broker_stack import Node
 from tests.integration.test_broker import announce
 from tests.integration.world import World
+from workers.engine_client import EngineClient
+from workers.engine_pool import EnginePool
+from workers.handlers.shell import Shell
+from workers.init import Init
 from workers.reaper import Reaper
+from workers.render import Renderer
+from workers.run import Run
 from workers.sandbox import open_backend
+from workers.sandbox.protocol import OPEN, SandboxSession, SandboxSpec
 
 
 def bind(world: World, wakeup: Wakeup, node: str) -> Wakeup:
@@ -81,6 +92,62 @@ def test_a_second_sandbox_is_made_on_a_node_where_run_lives(world: World) -> Non
     assert claim_on(world, again, "a") is None
     assert claim_on(world, second, "a") is not None
     assert claim_on(world, again, "b") is not None
+
+
+class FarEngine:
+    """A backend of containers at an engine that every node reaches; there is no image any more when RUN comes."""
+
+    def choose(self, spec: SandboxSpec) -> SandboxSpec:
+        return SandboxSpec(kind="docker", image="agent:1", endpoint="tcp://engine.example:2375")
+
+    def handle(self, episode_id: int, attempt: int) -> str:
+        return f"{episode_id}-{attempt}"
+
+    def create(self, handle: str, files: Mapping[str, str], spec: SandboxSpec = OPEN) -> None:
+        assert spec.endpoint is not None
+
+    def attach(self, handle: str, spec: SandboxSpec = OPEN) -> SandboxSession:
+        assert spec.files == FILES
+        raise EpisodeError(Outcome.SANDBOX_FAILED, "no such image")
+
+    def destroy(self, handle: str) -> None:
+        raise AssertionError(handle)
+
+    def sweep(self) -> None:
+        raise AssertionError
+
+
+FILES = {"maple12": "code 34\n"}
+PAYLOAD: dict[str, JsonValue] = {"question": "Find the code of maple.", "answer": 34, "files": dict(FILES)}
+
+
+async def test_a_sandbox_at_an_engine_that_all_reach_is_played_anywhere_and_swept_there(world: World) -> None:
+    with world.database.begin() as conn:
+        tasks.load(conn, dataset="shell", handler="shell", payloads=[("0", PAYLOAD)])
+        (wakeup, _) = groups.create(conn, run_id=world.run.id, task_ids=tasks.ids(conn, "shell"), size=2)
+    claim = world.must_claim(wakeup)
+    done = Init(world.database, handler=lambda _: Shell(), backend=FarEngine(), node="a")(claim)
+    with world.database.begin() as conn:
+        moved = episodes.move(conn, claim, done.to, why=done.why, prepared=done.prepared, node=done.node)
+        assert conn.execute(text("SELECT count(*) FROM sandbox")).scalar_one() == 0
+    assert moved == Wakeup(stage=Stage.RUN, episode_id=wakeup.episode_id, attempt=1)
+    playing = claim_on(world, moved, "b")
+    assert playing is not None
+    run = Run(
+        database=world.database,
+        engines=EnginePool(EngineClient(timeout_s=1), lambda _: [], wait_s=0),
+        handler=lambda _: Shell(),
+        renderer=lambda _: Renderer.from_folder(TINY_MODELS / "tiny-shell"),
+        backend=FarEngine(),
+        node="b",
+    )
+    with pytest.raises(EpisodeError, match="no such image"):
+        await run(playing)
+    with world.database.begin() as conn:
+        (again,) = retries.release(conn, [playing.token], why="ends")
+        assert [row.handle for row in sandboxes.orphans(conn, node="b")] == [f"{wakeup.episode_id}-1"]
+    beat(world, "b")
+    assert claim_on(world, again, "a") is not None
 
 
 def test_only_a_node_is_silent_for_which_episodes_wait_while_run_lives_elsewhere(world: World) -> None:

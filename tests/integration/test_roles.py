@@ -230,7 +230,7 @@ def test_the_reaper_reaps_resends_and_sweeps(cast: Cast, world: World) -> None:
 
 
 def test_a_node_that_run_has_left_is_left_by_the_reaper(cast: Cast, world: World) -> None:
-    (wakeup, _) = feed(cast, world, num_groups=1)
+    wakeup, other = feed(cast, world, num_groups=1)
     claim = claim_as(cast[Role.INIT], wakeup)
     with cast[Role.INIT].begin() as conn:
         episodes.move(conn, claim, EpisodeState.READY, why="prepared", prepared={"sandbox": "1-1"}, node="here")
@@ -241,6 +241,9 @@ def test_a_node_that_run_has_left_is_left_by_the_reaper(cast: Cast, world: World
         assert nodes.silent(conn, silent_s=60) == {"here": 1}
         (again,) = retries.leave_node(conn, "here", silent_s=60, max_attempts=5)
     assert again == Wakeup(stage=Stage.INIT, episode_id=wakeup.episode_id, attempt=2)
+    playing = claim_as(cast[Role.RUN], prepare(cast, other))
+    with cast[Role.RUN].begin() as conn:
+        sandboxes.record(conn, playing, backend="docker", node="there", handle="2-1")
     with cast[Role.READER].begin() as conn:
         assert [state.name for state in nodes.states(conn, within_s=60)] == ["there"]
 

@@ -106,6 +106,7 @@ class Stages:
             handler=lambda name: handler,  # type: ignore[arg-type,return-value]
             renderer=lambda folder: renderer,
             backend=backend,
+            node=settings.node,
         )
         works: dict[Stage, Work] = {
             Stage.INIT: lambda claim: threads.submit(partial(init, claim)),

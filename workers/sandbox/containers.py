@@ -12,6 +12,7 @@ import threading
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from urllib.parse import urlsplit
 
 from common.errors import EpisodeError
 from common.outcomes import Outcome
@@ -30,6 +31,14 @@ from workers.sandbox.start_gate import StartGate
 GVISOR = "runsc"
 PROBE = "0-1"
 """No episode has number 0."""
+
+
+def shared_endpoint(url: str) -> str | None:
+    """The URL where every node reaches the same engine by it; None = it means another one on each."""
+    if not url.startswith("tcp://"):
+        return None
+    host = urlsplit(url).hostname or ""
+    return None if host in ("localhost", "::1", "0.0.0.0") or host.startswith("127.") else url
 
 
 class Containers:
@@ -69,14 +78,15 @@ class Containers:
                 Outcome.SANDBOX_FAILED,
                 "no image for a sandbox of kind docker: set ROLLMILL_SANDBOX_IMAGE, or sandbox.image of the run",
             )
-        return SandboxSpec(kind="docker", image=image)
+        return SandboxSpec(kind="docker", image=image, endpoint=shared_endpoint(self.engine.url))
 
     def handle(self, episode_id: int, attempt: int) -> str:
         return f"{episode_id}-{attempt}"
 
     def create(self, handle: str, files: Mapping[str, str], spec: SandboxSpec = OPEN) -> None:
         self.prove(self._image_of(spec))
-        self._folders.create(handle, files)
+        if spec.endpoint is None:
+            self._folders.create(handle, files)
 
     def prove(self, name: str) -> Image:
         """Get the image, and start one container of it, the first time. Raises EpisodeError that says what to do."""
@@ -105,6 +115,8 @@ class Containers:
             await server.end()
 
     def attach(self, handle: str, spec: SandboxSpec = OPEN) -> SandboxSession:
+        if spec.endpoint is not None:
+            self._folders.create(handle, spec.files or {})
         self._folders.require(handle)
         image = self._image_of(spec)
         wanted = lambda: self._folders.exists(handle)  # noqa: E731

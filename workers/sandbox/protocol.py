@@ -69,6 +69,10 @@ class SandboxSpec(Frozen):
     """None = as the node's ROLLMILL_SANDBOX says."""
     image: str | None = None
     """Image of `docker`; None = the node's ROLLMILL_SANDBOX_IMAGE, and no image for the other kinds."""
+    endpoint: str | None = None
+    """URL of the container engine, where RUN can use it from any node; None = the sandbox is bound to its node."""
+    files: dict[str, str] | None = None
+    """With an endpoint, the task's files by relative path; None = they lie on the node."""
 
 
 OPEN = SandboxSpec()
