@@ -235,7 +235,7 @@ def test_a_sandbox_made_after_its_episode_was_cancelled_and_swept_is_removed_by_
 
     backend = CancelledMeanwhile(SandboxFolders.below(tmp_path), Restricted())
     with pytest.raises(LeaseLost):
-        Init(world.database, handler=lambda name: Shell(), backend=backend, node="here")(claim)
+        Init(world.database, handler=lambda name: Shell(), backend=backend, node=Settings().node)(claim)
     assert list((tmp_path / "sandboxes").iterdir()) == []
 
 
