@@ -16,8 +16,11 @@ from kombu.entity import Exchange, Queue
 
 from common.episode import Stage
 from common.errors import SetupError
-from common.queues import DEAD_EXCHANGE, DEAD_QUEUE_OF, EXCHANGE_OF, QueueKind
+from common.queues import DEAD_EXCHANGE, DEAD_QUEUE_OF, EXCHANGE_OF, NODE_STAGES, QueueKind, queue_of
 from common.settings import Settings, masked
+
+DECLARES_NODE_QUEUES = frozenset({Stage.INIT, *NODE_STAGES})
+"""Whose fleets make their node's queues at their start: who takes from them, and INIT, who sends the first messages."""
 
 Version = tuple[int, ...]
 """Of the RabbitMQ server: (3, 10, 8)."""
@@ -29,6 +32,8 @@ MAX_DEAD_LETTERS = 10_000
 """In each queue; the oldest go first."""
 CONSUMER_TIMEOUT_S = 86_400.0
 """How long a worker may hold a message, where that can be set for a queue: longer than any episode."""
+NODE_QUEUE_EXPIRES_S = 3600.0
+"""How long a node's queue stays while no fleet takes from it: nodes come and go. Its messages are sent again."""
 QUEUE_CONSUMER_TIMEOUT_SINCE: Version = (3, 12)
 """The first version that takes the time as an argument of a queue; before, only rabbitmq.conf has it."""
 
@@ -75,6 +80,22 @@ def stage_queues(given: Settings, version: Version) -> list[Queue]:
     ]
 
 
+def node_queues(given: Settings, version: Version) -> list[Queue]:
+    """This node's own queues, which share their stage's exchange and its queue of dead letters."""
+    queues = [queue for queue in stage_queues(given, version) if Stage(queue.name) in NODE_STAGES]
+    expires = {"x-expires": int(NODE_QUEUE_EXPIRES_S * 1000)}
+    return [
+        Queue(
+            queue_of(Stage(queue.name), given.node),
+            queue.exchange,
+            routing_key=queue_of(Stage(queue.name), given.node),
+            durable=True,
+            queue_arguments={**queue.queue_arguments, **expires},
+        )
+        for queue in queues
+    ]
+
+
 def _arguments(given: Settings, version: Version, *, dead_queue: str) -> dict[str, Any]:
     arguments: dict[str, Any] = {
         "x-queue-type": given.broker_queues.value,
@@ -103,7 +124,8 @@ def dead_queues(given: Settings) -> list[Queue]:
 def declare_queues(connection: Connection, given: Settings, *, own: Stage | None = None) -> Declared:
     """Make the queues that are missing, and see that the others are as the settings want them.
 
-    A user that may not declare must find them there; of these, only the process's `own` queue is compared.
+    A user that may not declare must find them there; of these, only the process's `own` queue is compared. Its node's
+    queues are made here alone, as nobody else knows of the node.
     Raises SetupError for a queue that is missing or of another kind, kombu's errors when the broker goes away.
     """
     version = rabbitmq_version(connection)
@@ -112,30 +134,67 @@ def declare_queues(connection: Connection, given: Settings, *, own: Stage | None
         for queue in queues:
             with _explained(queue, connection, given), connection.channel() as channel:
                 queue(channel).declare()
+        may_declare = True
     except AccessRefused:
         for queue in queues:
             with _explained(queue, connection, given), connection.channel() as channel:
                 queue(channel).queue_declare(passive=queue.name != own)
-        return Declared(version=version, may_declare=False)
-    return Declared(version=version, may_declare=True)
+        may_declare = False
+    if own in DECLARES_NODE_QUEUES:
+        for queue in node_queues(given, version):
+            try:
+                _make_node_queue(queue, connection, given)
+            except AccessRefused as error:
+                # INIT's user need not have the right: what it sends before RUN has made the queue is sent again.
+                if own in NODE_STAGES:
+                    raise SetupError(
+                        f"broker user {connection.userid} may not make queue {queue.name} of this node "
+                        f"({error.reply_text}): run `rollmill broker users` again"
+                    ) from None
+    return Declared(version=version, may_declare=may_declare)
+
+
+def _make_node_queue(queue: Queue, connection: Connection, given: Settings) -> None:
+    """Make it, anew if it is of another kind and nobody takes from it: `broker queues --recreate` knows no nodes."""
+    try:
+        _bind(queue, connection)
+    except PreconditionFailed:
+        with connection.channel() as channel:
+            if queue(channel).queue_declare(passive=True).consumer_count == 0:
+                channel.queue_delete(queue.name)
+        with _explained(queue, connection, given):
+            _bind(queue, connection)
+
+
+def _bind(queue: Queue, connection: Connection) -> None:
+    with connection.channel() as channel:
+        bound = queue(channel)
+        bound.queue_declare()
+        bound.queue_bind()
 
 
 def consumers(connection: Connection, given: Settings) -> dict[str, int]:
     """Who takes from the queues: number of consumers by queue, where there are any."""
     found = {}
-    for queue in [*dead_queues(given), *stage_queues(given, rabbitmq_version(connection))]:
+    for queue in _all_queues(connection, given):
         with suppress(NotFound), connection.channel() as channel:
             found[queue.name] = queue(channel).queue_declare(passive=True).consumer_count
     return {name: number for name, number in found.items() if number}
 
 
+def _all_queues(connection: Connection, given: Settings) -> list[Queue]:
+    version = rabbitmq_version(connection)
+    return [*dead_queues(given), *stage_queues(given, version), *node_queues(given, version)]
+
+
 def recreate_queues(connection: Connection, given: Settings) -> int:
     """Delete the queues, with all their messages, and make them anew; returns how many messages went.
 
-    Consumers are cut off from what they take from, so there should be none.
+    Consumers are cut off from what they take from, so there should be none. Of nodes' queues this node's alone goes;
+    the others' fleets see to theirs when they start.
     """
     num_messages = 0
-    for queue in [*dead_queues(given), *stage_queues(given, rabbitmq_version(connection))]:
+    for queue in _all_queues(connection, given):
         with connection.channel() as channel:
             num_messages += channel.queue_delete(queue.name) or 0
     declare_queues(connection, given)

@@ -38,6 +38,8 @@ class Outcome(StrEnum):
     """The task's handler raised an error."""
     LEASE_LOST = "lease_lost"
     """Workers died or stalled under the episode on every attempt."""
+    NODE_LOST = "node_lost"
+    """The node where its sandbox lies is gone: no RUN fleet has lived there for too long."""
     STAGE_TIMEOUT = "stage_timeout"
     """The stage's work did not end within its budget."""
 

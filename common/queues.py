@@ -25,6 +25,15 @@ DEAD_QUEUE_OF = {stage: f"{stage}.dead" for stage in Stage}
 A dead letter is a trace for people, nothing is lost with it: Postgres knows the episode and the reaper sends it again,
 until it is done or its attempts are used up and it is FAILED, with the last error in `episode.detail`.
 """
+NODE_STAGES = (Stage.RUN,)
+"""Stages that need what lies on the node where INIT was. EVAL needs nothing of it: all that it reads is in Postgres."""
+
+
+def queue_of(stage: Stage, node: str | None = None) -> str:
+    """The stage's queue, which all its fleets take from; with a node, the one that only its fleet takes from."""
+    return stage.value if node is None else f"{stage}@{node}"
+
+
 WEIGHTS_EXCHANGE = "rollmill.weights"
 """Fanout: announces that a run has a new policy version. Keepers poll too, so a lost announcement costs a second."""
 

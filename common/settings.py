@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import os
 import re
+import socket
 from functools import lru_cache
 from pathlib import Path
 from typing import Annotated, Literal
@@ -18,6 +19,13 @@ from common.queues import QueueKind
 from common.storable import MAX_SMALL_COUNT, check_time
 
 PREFIX = "ROLLMILL_"
+NODE_PATTERN = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}")
+
+
+def _host() -> str:
+    """This machine's name, with what a node's name cannot have replaced."""
+    name = re.sub(r"[^A-Za-z0-9._-]", "-", socket.gethostname()).lstrip("._-")
+    return name[:63] or "localhost"
 
 
 class Settings(BaseSettings):
@@ -36,6 +44,12 @@ class Settings(BaseSettings):
     for it, None = unknown; from then on it is an argument of the queues, None = a day."""
     data_dir: Path = Path(".rollmill")
     """Weights, checkpoints, sandboxes, logs; the embedded database too. Shared by the fleets and the trainer."""
+    node: str = Field(default_factory=_host)
+    """Name of the machine, or whatever else shares its sandboxes: the fleets, data folder and processes that see one
+    another. RUN plays an episode on the node on which INIT made its sandbox. Unset = the host's name."""
+    node_lost_after_s: float = Field(default=120.0, gt=0)
+    """How long no RUN fleet may live on a node, while one lives on another, before episodes whose sandbox lies on that
+    node start a new attempt elsewhere. Counted from when its leases would have run out."""
     weights_url: str | None = Field(default=None, pattern="^[a-z][a-z0-9+.-]*://")
     """Where the trainer publishes versions, such as s3://bucket/prefix, through fsspec and the driver that it names
     (s3fs, gcsfs, …, installed in trainer and RUN); None = folder `weights` in data_dir."""
@@ -96,6 +110,15 @@ class Settings(BaseSettings):
     @classmethod
     def _can_be_waited_for(cls, value: object, info: ValidationInfo) -> object:
         check_time(info.field_name, value)
+        return value
+
+    @field_validator("node")
+    @classmethod
+    def _is_node(cls, value: str) -> str:
+        if not NODE_PATTERN.fullmatch(value):
+            raise ValueError(
+                "must be 1 to 63 letters, digits, '.', '_' or '-', the first a letter or digit: gpu-3, say"
+            )
         return value
 
     @property

@@ -19,6 +19,7 @@ from common.broker import (
     consumers,
     dead_queues,
     declare_queues,
+    node_queues,
     rabbitmq_version,
     recreate_queues,
     stage_queues,
@@ -128,7 +129,10 @@ def check_queues(given: Settings) -> BrokerState:
     with rabbitmq(given) as connection:
         version = rabbitmq_version(connection)
         product = connection.connection.server_properties.get("product", "?")
-        queues = tuple(_look(connection, queue) for queue in (*stage_queues(given, version), *dead_queues(given)))
+        found = [_look(connection, queue) for queue in (*stage_queues(given, version), *dead_queues(given))]
+        own = [_look(connection, queue) for queue in node_queues(given, version)]
+        # Where no fleet has taken from them lately there are none, which is as well.
+        queues = (*found, *(queue for queue in own if queue.num_messages is not None))
     timeout, trouble = _consumer_timeout(given, version)
     return BrokerState(
         server=f"{product} {'.'.join(map(str, version))} at {masked(given.require_broker_url())}",
@@ -199,7 +203,7 @@ def queues_table(state: BrokerState) -> Table:
             "wrong" if queue.trouble else str(queue.arguments["x-queue-type"]),
             "-" if queue.num_messages is None else str(queue.num_messages),
             "-" if queue.num_consumers is None else str(queue.num_consumers),
-            str(CONCURRENCY[Stage(queue.name)]) if queue.name in set(Stage) else "-",
+            "-" if queue.name.endswith(".dead") else str(CONCURRENCY[Stage(queue.name.partition("@")[0])]),
             " ".join(f"{name}={value}" for name, value in more.items()),
         )
     return table

@@ -22,7 +22,7 @@ from rich.text import Text
 from common.db.roles import PREFIX_PATTERN
 from common.episode import Stage
 from common.errors import SetupError
-from common.queues import DEAD_EXCHANGE, EXCHANGE_OF, WEIGHTS_EXCHANGE
+from common.queues import DEAD_EXCHANGE, EXCHANGE_OF, WEIGHTS_EXCHANGE, queue_of
 from common.settings import Settings, masked
 from deploy.folder import write_private
 from deploy.rabbitmqctl import find_node
@@ -67,8 +67,8 @@ _CONTROL, _REPLIES, _EVENTS = r"celery\.pidbox", r"reply\.celery\.pidbox", "cele
 
 
 def _fleet(stage: Stage, *, hands_to: Sequence[Stage], more: Patterns | None = None) -> Patterns:
-    """A fleet takes from its own queue alone. It declares that one, which is how it sees that it is of the right kind,
-    and to declare a queue with dead letters wants the right to write these."""
+    """A fleet takes from its own stage's queues alone. It declares them, which is how it sees that they are of the
+    right kind, and to declare a queue with dead letters wants the right to write these."""
     more = more or Patterns()
     own_control = rf"{stage}-[0-9]+@.+\.celery\.pidbox"
     return Patterns(
@@ -88,6 +88,7 @@ def _exact(name: str) -> str:
 
 _WEIGHTS = _exact(WEIGHTS_EXCHANGE)
 _WEIGHTS_QUEUE = rf"{_WEIGHTS}\..+"
+_NODE_QUEUES = queue_of(Stage.RUN, ".+")
 _EVENTS_QUEUE = r"celeryev\..+"
 _REPLIES_QUEUE = r".+\.reply\.celery\.pidbox"
 
@@ -99,7 +100,10 @@ PATTERNS: Mapping[BrokerUser, Patterns] = MappingProxyType(
             Stage.RUN,
             hands_to=(Stage.INIT, Stage.RUN, Stage.EVAL),
             more=Patterns(
-                configure=(_WEIGHTS, _WEIGHTS_QUEUE), write=(_WEIGHTS_QUEUE,), read=(_WEIGHTS, _WEIGHTS_QUEUE)
+                configure=(_WEIGHTS, _WEIGHTS_QUEUE, _NODE_QUEUES),
+                write=(_WEIGHTS_QUEUE, _NODE_QUEUES),
+                # To bind a node's queue wants the right to read its exchange.
+                read=(_WEIGHTS, _WEIGHTS_QUEUE, _NODE_QUEUES, _exact(EXCHANGE_OF[Stage.RUN])),
             ),
         ),
         BrokerUser.EVAL: _fleet(Stage.EVAL, hands_to=(Stage.EVAL,)),

@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from common.db import nodes
+from common.db.nodes import NodeState
 from common.db.session import Database
 from common.db.snapshot import Snapshot, groups_dropped, newest_runs, take_snapshot
 from common.episode import EpisodeState, RunState
 from deploy.progress import evaluated, last_evaluation, last_reward, num_final
 
 MAX_RUNS = 20
+NODES_WITHIN_S = 86_400.0
+"""A node that was silent for longer is shown only if episodes wait for it."""
 LEFT = ("run", "state", "groups dropped")
 
 
@@ -38,7 +44,19 @@ def status_table(database: Database) -> RenderableType:
                 "\n".join(f"{num:,} {reason}" for reason, num in groups_dropped(conn, run.id).items()) or "-",
             )
             troubles += [Text(f"{run.name}: {line}", style="red") for line in _troubles(now)]
-    return Group(table, *troubles)
+        shown = nodes.states(conn, within_s=NODES_WITHIN_S)
+    return Group(table, *troubles, *([nodes_table(shown)] if len(shown) > 1 else []))
+
+
+def nodes_table(shown: Sequence[NodeState]) -> Table:
+    """The nodes, and what waits for each."""
+    table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, header_style="dim")
+    for name in ("node", "waiting for RUN", "RUN seen"):
+        table.add_column(name, justify="left" if name == "node" else "right")
+    for node in shown:
+        seen = "never" if node.silent_s is None else f"{node.silent_s:.0f} s ago"
+        table.add_row(node.name, f"{node.num_waiting:,}", seen)
+    return table
 
 
 def _troubles(now: Snapshot) -> list[str]:

@@ -12,9 +12,9 @@ from typing import Any
 from celery import Celery
 from kombu import Exchange, Queue
 
-from common.broker import is_rabbitmq, stage_queues
+from common.broker import is_rabbitmq, node_queues, stage_queues
 from common.episode import Stage
-from common.queues import EXCHANGE_OF
+from common.queues import EXCHANGE_OF, NODE_STAGES, queue_of
 from common.settings import Settings, settings
 
 A_DAY_S = 86_400
@@ -31,7 +31,11 @@ def celery_config(given: Settings) -> dict[str, Any]:
         "broker_heartbeat": 30,
         # Redis hands an unacknowledged message out again after this; the reaper is faster and knows more.
         "broker_transport_options": {"visibility_timeout": A_DAY_S} if broker_url.startswith("redis") else {},
-        "task_queues": stage_queues(given, version=()) if is_rabbitmq(broker_url) else _plain_queues(),
+        "task_queues": (
+            [*stage_queues(given, version=()), *node_queues(given, version=())]
+            if is_rabbitmq(broker_url)
+            else _plain_queues(given)
+        ),
         "task_default_queue": Stage.INIT.value,
         "task_default_exchange": EXCHANGE_OF[Stage.INIT],
         "task_default_routing_key": Stage.INIT.value,
@@ -51,8 +55,10 @@ def celery_config(given: Settings) -> dict[str, Any]:
     }
 
 
-def _plain_queues() -> list[Queue]:
-    return [Queue(stage.value, Exchange(EXCHANGE_OF[stage], type="direct"), routing_key=stage.value) for stage in Stage]
+def _plain_queues(given: Settings) -> list[Queue]:
+    names = [(stage, queue_of(stage)) for stage in Stage]
+    names += [(stage, queue_of(stage, given.node)) for stage in NODE_STAGES]
+    return [Queue(name, Exchange(EXCHANGE_OF[stage], type="direct"), routing_key=name) for stage, name in names]
 
 
 app = Celery("rollmill")

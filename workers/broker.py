@@ -18,6 +18,7 @@ from common.broker import (
     consumer_timeout_s,
     declare_queues,
     is_rabbitmq,
+    node_queues,
     stage_queues,
 )
 from common.budgets import longest_held_s
@@ -43,7 +44,7 @@ def prepare_broker(app: Celery, given: Settings, *, own: Stage | None = None, wa
     if not is_rabbitmq(broker_url):
         return None
     declared = _declare(broker_url, given, own=own, wait_s=wait_s)
-    queues = stage_queues(given, declared.version)
+    queues = [*stage_queues(given, declared.version), *node_queues(given, declared.version)]
     for queue in queues:
         # Else Celery would declare them, the exchanges too, whenever it connects.
         queue.no_declare = not declared.may_declare

@@ -22,7 +22,7 @@ from common.db.session import WORKER_WAIT_S, Database, check_schema
 from common.episode import Stage
 from common.errors import SetupError
 from common.log import setup_logging
-from common.queues import CONCURRENCY, TASK_OF
+from common.queues import CONCURRENCY, NODE_STAGES, TASK_OF, queue_of
 from common.settings import Settings, settings
 from common.weight_cache import WeightCache
 from workers.app import app
@@ -37,6 +37,7 @@ from workers.handlers.registry import load_handler
 from workers.init import Init
 from workers.leases import Leases
 from workers.open_files import raise_open_files
+from workers.presence import Presence
 from workers.publishing import publisher
 from workers.render.of_run import renderer_of
 from workers.run import Run
@@ -92,7 +93,8 @@ class FleetProcess:
     def _in_threads(self, stage: Stage) -> Work:
         threads = StageThreads(stage)
         if stage is Stage.INIT:
-            init = Init(self.database, handler=handler_named, backend=open_backend(self._settings))
+            backend = open_backend(self._settings)
+            init = Init(self.database, handler=handler_named, backend=backend, node=self._settings.node)
             return lambda claim: threads.submit(partial(init, claim))
         judging = Judging(self.database, lambda: open_backend(self._settings))
         self._close.append(judging.close)
@@ -115,13 +117,20 @@ class FleetProcess:
         )
         loop.submit(_keep(keeper, pool, client)).add_done_callback(_end_process_on_error)
         listener.start()
-        self._close += [listener.stop, loop.close]
+        presence = Presence(
+            self.database,
+            self._settings.node,
+            every_s=self._settings.heartbeat_s,
+            is_able=lambda: not (loop.is_blocked or self.worn_out),
+        )
+        self._close += [presence.close, listener.stop, loop.close]
         stage = Run(
             database=self.database,
             engines=pool,
             handler=handler_named,
             renderer=renderer_of,
             backend=open_backend(self._settings),
+            node=self._settings.node,
         )
         return lambda claim: loop.work(stage(claim))
 
@@ -167,6 +176,11 @@ def _end_process_on_error(keeping: Future[None]) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
 
 
+def queues_of(stage: Stage, given: Settings) -> list[str]:
+    """What a fleet of the stage takes from: its queue, and where episodes are bound to nodes, its node's."""
+    return [queue_of(stage), *([queue_of(stage, given.node)] if stage in NODE_STAGES else [])]
+
+
 def serve(stage: Stage, *, concurrency: int) -> int:
     """Serve a stage's queue until SIGTERM; claims are then handed back, so that the end takes seconds.
 
@@ -179,6 +193,7 @@ def serve(stage: Stage, *, concurrency: int) -> int:
         # Two lines a message, which the stage's own line says better.
         logging.getLogger(name).setLevel(logging.WARNING)
     rabbitmq = prepare_broker(app, given, own=stage)
+    logger.info("stage=%s node=%s", stage, given.node)
     process = FleetProcess(stage, given, concurrency=concurrency, rabbitmq=rabbitmq)
     if stage is Stage.RUN:
         collect_seldom()
@@ -190,7 +205,7 @@ def serve(stage: Stage, *, concurrency: int) -> int:
     app.worker_main(
         [
             "worker",
-            *("--queues", stage.value, "--hostname", f"{stage}-{os.getpid()}@%h"),
+            *("--queues", ",".join(queues_of(stage, given)), "--hostname", f"{stage}-{os.getpid()}@%h"),
             *("--pool", "threads", "--concurrency", str(concurrency)),
             *("--without-mingle", "--without-gossip", "--loglevel", given.log_level),
         ]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import socket
 from collections.abc import Callable
 
 from common.config_network import NetworkConfig
@@ -31,17 +30,24 @@ class PreparedEpisode(Frozen):
 class Init:
     """The stage's function and what it needs."""
 
-    def __init__(self, database: Database, *, handler: Callable[[str], Handler], backend: Backend) -> None:
+    def __init__(self, database: Database, *, handler: Callable[[str], Handler], backend: Backend, node: str) -> None:
+        """`node` is this process's: where its sandboxes lie."""
         self._database = database
         self._handler = handler
         self._backend = backend
+        self._node = node
 
     def __call__(self, claim: Claim) -> Done:
         made = self._handler(claim.handler).init(claim.payload)
         prepared = returned(made, Prepared, f"init of handler {claim.handler}")
         sandbox, spec = self._make_sandbox(claim, prepared) if prepared.needs_sandbox else (None, OPEN)
         stored = PreparedEpisode(messages=prepared.messages, tools=prepared.tools, sandbox=sandbox, spec=spec)
-        return Done(to=EpisodeState.READY, why="prepared", prepared=stored.model_dump(mode="json"))
+        return Done(
+            to=EpisodeState.READY,
+            why="prepared",
+            prepared=stored.model_dump(mode="json"),
+            node=None if sandbox is None or spec.endpoint is not None else self._node,
+        )
 
     def _make_sandbox(self, claim: Claim, prepared: Prepared) -> tuple[str, SandboxSpec]:
         handle = self._backend.handle(claim.episode_id, claim.attempt)
@@ -53,8 +59,13 @@ class Init:
             lifetime_s=wanted.lifetime_s,
         )
         spec = self._backend.choose(asked)
+        if spec.endpoint is not None:
+            # Nothing lies anywhere before RUN starts it, and notes it then.
+            with boundary(Outcome.SANDBOX_FAILED, f"sandbox {handle}"):
+                self._backend.create(handle, prepared.files, spec)
+            return handle, spec.model_copy(update={"files": dict(prepared.files)})
         with self._database.begin() as conn:
-            sandboxes.record(conn, claim, backend=str(spec.kind), node=socket.gethostname(), handle=handle)
+            sandboxes.record(conn, claim, backend=str(spec.kind), node=self._node, handle=handle)
         with boundary(Outcome.SANDBOX_FAILED, f"sandbox {handle}"):
             self._backend.create(handle, prepared.files, spec)
         self._see_that_it_is_wanted(claim, handle)

@@ -6,12 +6,12 @@ import logging
 from collections.abc import Callable, Sequence
 
 from celery import Celery, uuid
-from kombu import Producer
+from kombu import Producer, Queue
 from kombu.exceptions import OperationalError
 
 from common.broker import is_rabbitmq
 from common.db.episodes import Wakeup
-from common.queues import TASK_OF
+from common.queues import TASK_OF, queue_of
 
 logger = logging.getLogger(__name__)
 
@@ -42,13 +42,14 @@ def _send(app: Celery, producer: Producer, wakeup: Wakeup) -> None:
     message = app.amqp.create_task_message(
         uuid(), TASK_OF[wakeup.stage], (wakeup.episode_id, wakeup.attempt), {}, create_sent_event=False
     )
-    queue = app.amqp.queues[wakeup.stage.value]
+    exchange, key = app.amqp.queues[wakeup.stage.value].exchange, queue_of(wakeup.stage, wakeup.node)
     producer.publish(
         message.body,
-        exchange=queue.exchange,
-        routing_key=queue.routing_key,
+        exchange=exchange,
+        routing_key=key,
         # Redis has no exchanges of its own, so there the binding must be told; on RabbitMQ it was at the start.
-        declare=[] if is_rabbitmq(app.conf.broker_url) else [queue],
+        # There, where a node's queue is missing, the message goes nowhere: no fleet lives on that node.
+        declare=[] if is_rabbitmq(app.conf.broker_url) else [Queue(key, exchange, routing_key=key)],
         headers=message.headers,
         serializer="json",
         delivery_mode="persistent",

@@ -8,17 +8,18 @@ from __future__ import annotations
 
 import argparse
 import logging
-import socket
 import sys
+import time
 from collections.abc import Callable, Sequence
 
-from common.db import episodes, late, retries, sandboxes
+from common.db import episodes, late, nodes, retries, sandboxes
 from common.db.episodes import Wakeup
 from common.db.retries import Backoff
 from common.db.session import Database
 from common.errors import EpisodeError
 from common.settings import Settings
 from workers.app import app
+from workers.node_watch import NodeWatch
 from workers.publishing import publisher
 from workers.sandbox import open_backend
 from workers.sandbox.protocol import Backend
@@ -31,7 +32,8 @@ MANY = 1_000_000
 
 
 class Reaper:
-    """One round does all four: expired leases, groups that are too old, lost messages, orphaned sandboxes."""
+    """One round does all five: expired leases, nodes that are gone, groups that are too old, lost messages, orphaned
+    sandboxes."""
 
     def __init__(
         self, database: Database, given: Settings, backend: Backend, publish: Callable[[Sequence[Wakeup]], None]
@@ -40,6 +42,7 @@ class Reaper:
         self._settings = given
         self._backend = backend
         self._publish = publish
+        self._watch = NodeWatch(given.node_lost_after_s)
         self._backoff = Backoff(first_s=given.retry_backoff_s, max_s=given.retry_backoff_max_s)
 
     def resend_all(self) -> None:
@@ -54,6 +57,7 @@ class Reaper:
             expired = retries.reap(conn, max_attempts=self._settings.max_attempts, backoff=self._backoff)
         if expired:
             logger.warning("took back episodes=%d: their leases ran out", len(expired))
+        moved = self._leave_lost_nodes()
         with self._database.begin() as conn:
             doomed = late.cancel_doomed(conn)
         if doomed is not None:
@@ -62,12 +66,24 @@ class Reaper:
             lost = episodes.resend(conn, after_s=self._settings.resend_after_s)
         if lost:
             logger.info("announced again, or after their wait, episodes=%d", len(lost))
-        self._publish([*expired, *lost])
+        self._publish([*expired, *moved, *lost])
         self._sweep()
+
+    def _leave_lost_nodes(self) -> list[Wakeup]:
+        given, moved = self._settings, []
+        with self._database.begin() as conn:
+            lost = self._watch.lost(nodes.silent(conn, silent_s=given.lease_s), time.monotonic())
+        for node in lost:
+            with self._database.begin() as conn:
+                moved += retries.leave_node(
+                    conn, node, silent_s=given.lease_s, max_attempts=given.max_attempts, backoff=self._backoff
+                )
+            logger.warning("lost node=%s: no RUN fleet there, episodes=%d start over elsewhere", node, lost[node])
+        return moved
 
     def _sweep(self) -> None:
         with self._database.begin() as conn:
-            orphans = sandboxes.orphans(conn, node=socket.gethostname())
+            orphans = sandboxes.orphans(conn, node=self._settings.node)
         gone = [orphan.id for orphan in orphans if self._destroy(orphan.handle)]
         if gone:
             with self._database.begin() as conn:

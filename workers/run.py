@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Protocol, TypeVar
 
 from common.config import RunConfig
-from common.db import episode_files, turns
+from common.db import episode_files, sandboxes, turns
 from common.db.episodes import Claim
 from common.db.session import Database
 from common.episode import EpisodeState, Message, ToolCall, Turn
@@ -57,10 +57,14 @@ class Run:
     renderer: Callable[[RunConfig], RunRenderer]
     """Renderer of a run's model."""
     backend: Backend
+    node: str
+    """This process's: sandboxes that lay nowhere before lie there now."""
 
     async def __call__(self, claim: Claim) -> Done:
         prepared = PreparedEpisode.model_validate(claim.prepared)
         stored = await asyncio.to_thread(self._load, claim) if claim.num_turns else []
+        if prepared.sandbox is not None and prepared.spec.endpoint is not None:
+            await asyncio.to_thread(self._record, claim, prepared.sandbox)
         playing = _Playing(self, claim, prepared, spent_s=sum(turn.latency_ms for turn in stored) / 1000)
         agent = Agent(
             renderer=playing.renderer,
@@ -77,6 +81,10 @@ class Run:
         finally:
             await playing.close()
         return Done(to=EpisodeState.SAMPLED, why=played.outcome, outcome=played.outcome, last_turn=played.last)
+
+    def _record(self, claim: Claim, handle: str) -> None:
+        with self.database.begin() as conn:
+            sandboxes.record(conn, claim, backend="docker", node=self.node, handle=handle)
 
     def _load(self, claim: Claim) -> list[Turn]:
         with self.database.begin() as conn:

@@ -36,6 +36,8 @@ class Done:
     why: str
     """For the history."""
     prepared: Mapping[str, object] | None = None
+    node: str | None = None
+    """In INIT, the node to which the episode is bound by now."""
     outcome: Outcome | None = None
     reward: float | None = None
     reward_parts: Mapping[str, float] | None = None
@@ -111,6 +113,7 @@ class StageWorker:
                 token=uuid4(),
                 lease_s=self._settings.lease_s,
                 configs=self._configs,
+                node=self._settings.node,
             )
         if claim is not None:
             self._configs[claim.run_id] = claim.config
@@ -190,6 +193,7 @@ class StageWorker:
                     done.to,
                     why=done.why,
                     prepared=done.prepared,
+                    node=done.node,
                     outcome=done.outcome,
                     reward=done.reward,
                     reward_parts=done.reward_parts,

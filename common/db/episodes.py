@@ -14,7 +14,7 @@ from typing import Any
 from uuid import UUID
 
 from pydantic import JsonValue
-from sqlalchemy import Connection, text
+from sqlalchemy import Connection, Row, text
 
 from common.config import RolloutConfig, RunConfig
 from common.db import stragglers
@@ -31,6 +31,15 @@ class Wakeup:
     stage: Stage
     episode_id: int
     attempt: int
+    node: str | None = None
+    """The node on which it must be done; None = on any."""
+
+    @classmethod
+    def of(cls, row: Row[Any]) -> Wakeup:
+        """From an episode's row (id, attempt, state, node)."""
+        state = EpisodeState(row.state)
+        node = row.node if state is EpisodeState.READY else None
+        return cls(stage=STAGE_OF[state], episode_id=row.id, attempt=row.attempt, node=node)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,11 +74,20 @@ class Claim:
 
 
 def claim(
-    conn: Connection, wakeup: Wakeup, *, worker: str, token: UUID, lease_s: float, configs: Mapping[int, RunConfig]
+    conn: Connection,
+    wakeup: Wakeup,
+    *,
+    worker: str,
+    token: UUID,
+    lease_s: float,
+    configs: Mapping[int, RunConfig],
+    node: str | None = None,
 ) -> Claim | None:
     """Take the episode if it stands where the stage takes it, nobody holds it and its time has come; None otherwise.
 
-    RUN takes none of a run that has no engine at all: it would only wait, and use up the episode's attempts.
+    RUN takes none of a run that has no engine at all: it would only wait, and use up the episode's attempts; and none
+    whose sandbox lies on another node than `node`, the worker's. None = only such as may be played anywhere. INIT makes
+    no second sandbox of an episode on a node without RUN while there is another one.
 
     `configs` are run configurations that the caller has parsed before, by run id.
     """
@@ -82,6 +100,7 @@ def claim(
             "worker": worker,
             "token": token,
             "lease_s": lease_s,
+            "node": node,
         },
     )
     if row is None:
@@ -111,6 +130,7 @@ _TYPES = {
     "id": "bigint",
     "attempt": "smallint",
     "worker": "text",
+    "node": "text",
     "token": "uuid",
     "lease_s": "float8",
     "known": "bigint[]",
@@ -123,8 +143,21 @@ _TYPES = {
 }
 
 
+_RUN_LIVES = "SELECT FROM node WHERE seen_at > now() - {num} * :lease_s * interval '1 second'"
+_PREPARABLE = f"""
+    AND (e.attempt = 1 OR e.prepared IS NULL OR e.prepared -> 'sandbox' = 'null'
+         OR e.prepared -> 'spec' -> 'endpoint' <> 'null' OR NOT EXISTS ({_RUN_LIVES.format(num=1)})
+         OR EXISTS ({_RUN_LIVES.format(num=4)} AND name = :node))"""
+"""The second sandbox of an episode is made where somebody can use it: the first one's node may have lost its RUN fleet
+and kept INIT."""
+_PLAYABLE = "AND EXISTS (SELECT FROM engine WHERE run_id = e.run_id) AND (e.node IS NULL OR e.node = :node)"
+
+
+_WHERE = {Stage.INIT: _PREPARABLE, Stage.RUN: _PLAYABLE}
+
+
 def _claim(stage: Stage) -> Prepared:
-    # Only EVAL's role reads turns besides RUN's, and only RUN needs an engine.
+    # Only EVAL's role reads turns besides RUN's.
     transcript = "SELECT jsonb_agg(messages ORDER BY index) FROM turn WHERE episode_id = e.id AND attempt = e.attempt"
     return Prepared(
         f"""
@@ -133,7 +166,7 @@ def _claim(stage: Stage) -> Prepared:
                not_before = NULL
          WHERE e.id = :id AND e.attempt = :attempt AND e.state = '{TAKES[stage]}' AND e.claim_token IS NULL
            AND (e.not_before IS NULL OR e.not_before <= now())
-           {"AND EXISTS (SELECT FROM engine WHERE run_id = e.run_id)" if stage is Stage.RUN else ""}
+           {_WHERE.get(stage, "")}
         RETURNING e.group_id, e.run_id, e.prepared, e.num_turns, e.outcome, e.eval_version,
                   ({transcript if stage is Stage.EVAL else "NULL"}) AS transcript,
                   (SELECT jsonb_build_array(handler, payload) FROM task
@@ -179,12 +212,14 @@ def move(
     *,
     why: str,
     prepared: Mapping[str, Any] | None = None,
+    node: str | None = None,
     outcome: Outcome | None = None,
     reward: float | None = None,
     reward_parts: Mapping[str, float] | None = None,
 ) -> Wakeup | None:
     """End the claim by moving the episode on; returns the message for the next stage, None in a final state.
 
+    `node` is where INIT has made its sandbox, if that can be used there alone.
     A score that is the last which an over-sampled group wants cancels the group's other episodes. It locks them before
     its own row: nothing in the transaction may have locked a group, or an episode of a greater id, before.
     Raises LeaseLost if the claim no longer holds.
@@ -193,6 +228,7 @@ def move(
     assert to in MOVES[at], f"{at} -> {to} is not a move"
     results = {
         "prepared": json.dumps(prepared) if prepared is not None else None,
+        "node": node,
         "outcome": outcome,
         "reward": reward,
         "reward_parts": json.dumps(reward_parts) if reward_parts is not None else None,
@@ -218,7 +254,7 @@ def move(
         stragglers.cancel_rest(conn, claim.group_id)
     if to in FINAL_STATES:
         return None
-    return Wakeup(stage=STAGE_OF[to], episode_id=claim.episode_id, attempt=claim.attempt)
+    return Wakeup(stage=STAGE_OF[to], episode_id=claim.episode_id, attempt=claim.attempt, node=node)
 
 
 @cache
@@ -271,12 +307,12 @@ def resend(conn: Connection, *, after_s: float, limit: int = 500) -> list[Wakeup
             )
             UPDATE episode SET enqueued_at = now(), not_before = NULL
              WHERE id IN (SELECT id FROM lost UNION ALL SELECT id FROM due)
-            RETURNING id, attempt, state
+            RETURNING id, attempt, state, node
             """
         ),
         {"after_s": after_s, "limit": limit},
     )
-    return [Wakeup(stage=STAGE_OF[EpisodeState(r.state)], episode_id=r.id, attempt=r.attempt) for r in rows]
+    return [Wakeup.of(row) for row in rows]
 
 
 UNCLAIM = "claim_worker = NULL, claim_token = NULL, lease_until = NULL, enqueued_at = now()"

@@ -183,6 +183,8 @@ class Episode(Base):
     """A retry that waits: nobody claims it and no message is sent before. None = at once."""
     prepared: Mapped[dict[str, Any] | None]
     """INIT's result: first messages, tools, sandbox."""
+    node: Mapped[str | None]
+    """Where this attempt's sandbox lies, if RUN can use it there alone; None = RUN may be anywhere."""
     outcome: Mapped[str | None]
     detail: Mapped[str | None]
     """The last error, for people."""
@@ -282,6 +284,15 @@ class EpisodeFiles(Base):
     content: Mapped[bytes]
     """zlib; `Submission.unpack` reads it."""
     created_at: Mapped[datetime] = _now()
+
+
+class Node(Base):
+    """A node on which a RUN fleet lives, or has lived."""
+
+    __tablename__ = "node"
+    name: Mapped[str] = mapped_column(primary_key=True)
+    seen_at: Mapped[datetime]
+    """When a RUN process of it last said that it lives."""
 
 
 class Engine(Base):

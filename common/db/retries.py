@@ -13,7 +13,8 @@ from uuid import UUID
 from sqlalchemy import Connection, text
 
 from common.db.episodes import UNCLAIM, Claim, Wakeup, count_final
-from common.episode import STAGE_OF, EpisodeState
+from common.db.nodes import WAITS_FOR_NODE
+from common.episode import EpisodeState
 from common.errors import LeaseLost
 from common.outcomes import Outcome
 
@@ -75,17 +76,17 @@ def release(conn: Connection, tokens: Collection[UUID], *, why: str) -> list[Wak
                   FROM episode WHERE claim_token = ANY(CAST(:tokens AS uuid[])) FOR UPDATE
             ), back AS (
                 UPDATE episode e SET {UNCLAIM}, {_START_OVER} FROM held WHERE e.id = held.id
-                RETURNING e.id, e.attempt, held.state AS was, e.state, held.claim_worker
+                RETURNING e.id, e.attempt, held.state AS was, e.state, e.node, held.claim_worker
             ), noted AS (
                 INSERT INTO episode_event (episode_id, attempt, from_state, to_state, worker, why)
                 SELECT id, attempt, was, state, claim_worker, :why FROM back
             )
-            SELECT id, attempt, state FROM back
+            SELECT id, attempt, state, node FROM back
             """
         ),
         {"tokens": [str(token) for token in tokens], "why": why},
     )
-    return [Wakeup(stage=STAGE_OF[EpisodeState(r.state)], episode_id=r.id, attempt=r.attempt) for r in rows]
+    return [Wakeup.of(row) for row in rows]
 
 
 def reap(conn: Connection, *, max_attempts: int, backoff: Backoff = AT_ONCE, limit: int = 500) -> list[Wakeup]:
@@ -109,10 +110,35 @@ def reap(conn: Connection, *, max_attempts: int, backoff: Backoff = AT_ONCE, lim
     )
 
 
+def leave_node(
+    conn: Connection, node: str, *, silent_s: float, max_attempts: int, backoff: Backoff = AT_ONCE, limit: int = 500
+) -> list[Wakeup]:
+    """Start a new attempt of episodes that wait for a node; safe to run many at once. Returns the messages to send now.
+
+    None are taken from a node on which RUN was alive within `silent_s`. Claimed ones are `reap`'s.
+    """
+    return (
+        _give_back(
+            conn,
+            f"id IN (SELECT id FROM episode WHERE {WAITS_FOR_NODE} AND node = :node AND NOT EXISTS (SELECT FROM node n"
+            " WHERE n.name = :node AND n.seen_at > now() - :silent_s * interval '1 second')"
+            " ORDER BY enqueued_at LIMIT :limit FOR UPDATE SKIP LOCKED)",
+            {"node": node, "silent_s": silent_s, "limit": limit},
+            afresh="true",
+            outcome=Outcome.NODE_LOST,
+            detail=f"its sandbox lies on node {node}, where no RUN fleet lives any more",
+            max_attempts=max_attempts,
+            backoff=backoff,
+        )
+        or []
+    )
+
+
 _NEEDS_SANDBOX = "(state = 'NEW' OR (state = 'READY' AND prepared -> 'sandbox' <> 'null'))"
 _START_OVER = """
     state = held.to_state,
     attempt = e.attempt + CASE WHEN held.afresh THEN 1 ELSE 0 END,
+    node = CASE WHEN held.afresh THEN NULL ELSE e.node END,
     num_turns = CASE WHEN held.afresh THEN 0 ELSE e.num_turns END,
     num_sampled = CASE WHEN held.afresh THEN 0 ELSE e.num_sampled END,
     version_min = CASE WHEN held.afresh THEN NULL ELSE e.version_min END,
@@ -149,12 +175,13 @@ def _give_back(
                        outcome = CASE WHEN held.to_state = 'FAILED' THEN :outcome ELSE e.outcome END,
                        finished_at = CASE WHEN held.to_state = 'FAILED' THEN clock_timestamp() END
                   FROM held WHERE e.id = held.id
-                RETURNING e.id, e.attempt, held.state AS was, e.state, held.claim_worker, e.group_id, e.not_before
+                RETURNING e.id, e.attempt, held.state AS was, e.state, e.node, held.claim_worker, e.group_id,
+                          e.not_before
             ), noted AS (
                 INSERT INTO episode_event (episode_id, attempt, from_state, to_state, worker, why)
                 SELECT id, attempt, was, state, claim_worker, :why FROM back
             )
-            SELECT id, attempt, state, group_id, not_before FROM back
+            SELECT id, attempt, state, node, group_id, not_before FROM back
             """
         ),
         {
@@ -170,8 +197,4 @@ def _give_back(
     if not rows:
         return None
     count_final(conn, [row.group_id for row in rows if row.state == EpisodeState.FAILED])
-    return [
-        Wakeup(stage=STAGE_OF[EpisodeState(row.state)], episode_id=row.id, attempt=row.attempt)
-        for row in rows
-        if row.state != EpisodeState.FAILED and row.not_before is None
-    ]
+    return [Wakeup.of(row) for row in rows if row.state != EpisodeState.FAILED and row.not_before is None]

@@ -44,9 +44,10 @@ Grants = Mapping[str, tuple[str, ...]]
 """Table -> privileges; UPDATE and INSERT name the columns that the process writes."""
 
 _HAND_BACK = "UPDATE (state, attempt, failures, claim_worker, claim_token, lease_until, enqueued_at, outcome, detail,"
-_HAND_BACK += " not_before, version_min, version_max, num_turns, num_sampled, finished_at)"
+_HAND_BACK += " node, not_before, version_min, version_max, num_turns, num_sampled, finished_at)"
 """What claiming, moving, retrying and handing back write; all of it is named in one statement, used or not."""
 _NOTE = "INSERT (episode_id, attempt, from_state, to_state, worker, why)"
+_NOTE_SANDBOX = "INSERT (episode_id, attempt, backend, node, handle)"
 _STAGE: Grants = {
     "run": ("SELECT",),
     "task": ("SELECT",),
@@ -67,7 +68,8 @@ GRANTS: Mapping[Role, Grants] = MappingProxyType(
             _STAGE,
             {
                 "episode": ("UPDATE (prepared)",),
-                "sandbox": ("SELECT", "INSERT (episode_id, attempt, backend, node, handle)"),
+                "node": ("SELECT",),
+                "sandbox": ("SELECT", _NOTE_SANDBOX),
             },
         ),
         Role.RUN: _with(
@@ -82,6 +84,8 @@ GRANTS: Mapping[Role, Grants] = MappingProxyType(
                 ),
                 "policy_version": ("SELECT",),
                 "evaluation_point": ("SELECT",),
+                "sandbox": ("SELECT", _NOTE_SANDBOX),
+                "node": ("SELECT", "INSERT (name, seen_at)", "UPDATE (seen_at)"),
                 "engine": (
                     "UPDATE (owner, owner_until, version, loading, healthy_at, failures, retry_at, error, state,"
                     " num_loads, num_refusals, num_failures, claim, wire)",
@@ -131,6 +135,7 @@ GRANTS: Mapping[Role, Grants] = MappingProxyType(
             "episode": ("SELECT", "INSERT (run_id, group_id, index, eval_version)"),
             "episode_event": (_NOTE,),
             "sandbox": ("SELECT",),
+            "node": ("SELECT",),
         },
         Role.REAPER: {
             "run": ("SELECT",),
@@ -140,6 +145,7 @@ GRANTS: Mapping[Role, Grants] = MappingProxyType(
             "episode": ("SELECT", _HAND_BACK),
             "episode_event": (_NOTE,),
             "sandbox": ("SELECT", "UPDATE (destroyed_at)"),
+            "node": ("SELECT",),
         },
         Role.READER: {},
     }

@@ -24,7 +24,8 @@ class Load:
     """Not final."""
     sandboxes: int | None
     """Sandboxes that are not known to be gone, and NEW episodes, each of which will make one; a dead attempt's is
-    counted until the reaper has swept it away. None = not counted, as the run has no limit of them."""
+    counted until the reaper has swept it away, or its node has been silent for a while. None = not counted, as the run
+    has no limit of them."""
 
 
 def loads(conn: Connection) -> list[Load]:
@@ -39,7 +40,11 @@ def loads(conn: Connection) -> list[Load]:
                                     FROM episode WHERE run_id = r.id AND state IN ('NEW', 'READY', 'SAMPLED')) e
               CROSS JOIN LATERAL (SELECT count(*) AS num FROM sandbox s JOIN episode e ON e.id = s.episode_id
                                    WHERE r.max_sandboxes IS NOT NULL AND e.run_id = r.id AND s.destroyed_at IS NULL
-                                     AND NOT (e.state = 'NEW' AND e.attempt = s.attempt)) s
+                                     AND NOT (e.state = 'NEW' AND e.attempt = s.attempt)
+                                     AND NOT ((e.attempt > s.attempt OR e.state NOT IN ('NEW', 'READY', 'SAMPLED'))
+                                              AND EXISTS (
+                                         SELECT FROM node n WHERE n.name = s.node
+                                            AND n.seen_at < now() - interval '5 minutes'))) s
              WHERE r.state IN ('ACTIVE', 'PAUSED') ORDER BY r.id
             """
         )

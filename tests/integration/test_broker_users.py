@@ -165,6 +165,21 @@ def test_a_user_that_may_not_make_the_queues_must_find_them(node: Node, urls: di
     node.fresh_queues(QueueKind.CLASSIC)
 
 
+def test_run_alone_makes_its_nodes_queue(node: Node, urls: dict[BrokerUser, str]) -> None:
+    given = node.fresh_queues(QueueKind.CLASSIC).model_copy(update={"node": "a"})
+    for user, num_queues in ((BrokerUser.INIT, 6), (BrokerUser.RUN, 7)):
+        with Connection(urls[user]) as connection:
+            connection.connect()
+            mine = given.model_copy(update={"broker_url": urls[user]})
+            assert not declare_queues(connection, mine, own=Stage(user)).may_declare
+        assert len(check_queues(given).queues) == num_queues
+    send(urls[BrokerUser.INIT], "rollmill.run", "run@a")
+    assert check_queues(given).queues[-1].num_messages == 1
+    take(urls[BrokerUser.RUN], "run@a")
+    with pytest.raises(AccessRefused, match="access to queue 'run@a'"):
+        take(urls[BrokerUser.INIT], "run@a")
+
+
 def test_a_node_that_is_not_here_gets_a_file_to_import(node: Node, tmp_path: Path) -> None:
     given = node.settings(QueueKind.CLASSIC).model_copy(update={"broker_url": "amqp://a:b@broker.invalid//"})
     file = tmp_path / "users"

@@ -70,8 +70,9 @@ class Fleet:
             handler=lambda name: Shell(),
             renderer=lambda folder: renderer,
             backend=self.backend,
+            node=settings.node,
         )
-        init = Init(world.database, handler=lambda name: Shell(), backend=self.backend)
+        init = Init(world.database, handler=lambda name: Shell(), backend=self.backend, node=settings.node)
         self._init_threads = stack.enter_context(ThreadPoolExecutor(8))
         self._threads = stack.enter_context(ThreadPoolExecutor(NUM_GROUPS * GROUP_SIZE))
         self._delivered: list[Future[None]] = []
@@ -235,7 +236,7 @@ def test_a_sandbox_made_after_its_episode_was_cancelled_and_swept_is_removed_by_
 
     backend = CancelledMeanwhile(SandboxFolders.below(tmp_path), Restricted())
     with pytest.raises(LeaseLost):
-        Init(world.database, handler=lambda name: Shell(), backend=backend)(claim)
+        Init(world.database, handler=lambda name: Shell(), backend=backend, node=Settings().node)(claim)
     assert list((tmp_path / "sandboxes").iterdir()) == []
 
 

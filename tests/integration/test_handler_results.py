@@ -37,7 +37,8 @@ def test_wrong_result_fails_the_attempt_and_names_both_types(
 ) -> None:
     handler: Any = Returning(value)
     (wakeup, other) = world.feed(1)
-    init = Init(world.database, handler=lambda name: handler, backend=open_backend(Settings(data_dir=tmp_path)))
+    backend = open_backend(Settings(data_dir=tmp_path))
+    init = Init(world.database, handler=lambda name: handler, backend=backend, node="here")
     with pytest.raises(EpisodeError) as refused:
         init(world.must_claim(wakeup))
     assert refused.value.outcome is Outcome.HANDLER_FAILED

@@ -10,7 +10,7 @@ import pytest
 from sqlalchemy import Connection, text
 
 from benchmarks.big_run import GROUP_SIZE, GROUPS_PER_STEP, NUM_COMPLETE, NUM_OPEN, Size, fill
-from common.db import engines, episodes, groups, late, retries, sandboxes, sharing, steps, stragglers, turns
+from common.db import engines, episodes, groups, late, nodes, retries, sandboxes, sharing, steps, stragglers, turns
 from common.db.episodes import Claim, Wakeup
 from common.db.session import Database
 from common.episode import STAGE_OF, EpisodeState
@@ -77,6 +77,37 @@ def _claim_nothing(conn: Connection, world: World) -> Callable[[], object]:
     (wakeup,) = waiting(conn, EpisodeState.READY)
     claim(conn, wakeup)
     return lambda: episodes.claim(conn, wakeup, worker="w", token=uuid4(), lease_s=30, configs={})
+
+
+def _claim_bound(conn: Connection, world: World) -> Callable[[], object]:
+    (wakeup,) = bound(conn)[:1]
+    return lambda: episodes.claim(conn, wakeup, worker="w", token=uuid4(), lease_s=30, configs={}, node="node")
+
+
+def bound(conn: Connection) -> list[Wakeup]:
+    """All that wait for RUN are bound to a node; another one lives."""
+    conn.execute(text("UPDATE episode SET node = 'node' WHERE state = 'READY' AND claim_token IS NULL"))
+    nodes.beat(conn, "other", every_s=1)
+    return waiting(conn, EpisodeState.READY, 1_000)
+
+
+def _silent(conn: Connection, world: World) -> Callable[[], object]:
+    num = len(bound(conn))
+    return lambda: _equal(nodes.silent(conn, silent_s=60), {"node": num})
+
+
+def _equal(found: object, wanted: object) -> None:
+    assert found == wanted
+
+
+def _leave_node(conn: Connection, world: World) -> Callable[[], object]:
+    bound(conn)
+    return lambda: retries.leave_node(conn, "node", silent_s=60, max_attempts=3)
+
+
+def _states(conn: Connection, world: World) -> Callable[[], object]:
+    bound(conn)
+    return lambda: nodes.states(conn, within_s=60)
 
 
 def _renew(conn: Connection, world: World) -> Callable[[], object]:
@@ -160,6 +191,10 @@ CALLS: dict[str, Callable[[Connection, World], Callable[[], object]]] = {
     "claim": _claim,
     "claim_for_eval": _claim_scored,
     "claim_nothing": _claim_nothing,
+    "claim_bound": _claim_bound,
+    "silent_nodes": _silent,
+    "leave_node": _leave_node,
+    "states_of_nodes": _states,
     "renew": _renew,
     "release": _release,
     "save_turn": _save,

@@ -155,6 +155,7 @@ class Fleet:
                         handler=lambda name: Walk(),
                         renderer=lambda config: self.renderer,
                         backend=open_backend(Settings(data_dir=self.data_dir)),
+                        node="here",
                     )(claim)
             except Killed:
                 with self.world.database.begin() as conn:

@@ -17,6 +17,7 @@ from common.db import (
     episode_files,
     episodes,
     groups,
+    nodes,
     report,
     retries,
     runs,
@@ -231,6 +232,25 @@ def test_the_reaper_reaps_resends_and_sweeps(cast: Cast, world: World) -> None:
         (orphan,) = sandboxes.orphans(conn, node="here")
         sandboxes.destroyed(conn, [orphan.id])
         assert sandboxes.orphans(conn, node="here") == []
+
+
+def test_a_node_that_run_has_left_is_left_by_the_reaper(cast: Cast, world: World) -> None:
+    wakeup, other = feed(cast, world, num_groups=1)
+    claim = claim_as(cast[Role.INIT], wakeup)
+    with cast[Role.INIT].begin() as conn:
+        episodes.move(conn, claim, EpisodeState.READY, why="prepared", prepared={"sandbox": "1-1"}, node="here")
+    with cast[Role.RUN].begin() as conn:
+        nodes.beat(conn, "there", every_s=1)
+        nodes.beat(conn, "there", every_s=0)
+    with cast[Role.REAPER].begin() as conn:
+        assert nodes.silent(conn, silent_s=60) == {"here": 1}
+        (again,) = retries.leave_node(conn, "here", silent_s=60, max_attempts=5)
+    assert again == Wakeup(stage=Stage.INIT, episode_id=wakeup.episode_id, attempt=2)
+    playing = claim_as(cast[Role.RUN], prepare(cast, other))
+    with cast[Role.RUN].begin() as conn:
+        sandboxes.record(conn, playing, backend="docker", node="there", handle="2-1")
+    with cast[Role.READER].begin() as conn:
+        assert [state.name for state in nodes.states(conn, within_s=60)] == ["there"]
 
 
 def test_the_run_fleet_keeps_its_engines(cast: Cast, world: World) -> None:

@@ -98,7 +98,7 @@ class Stages:
         self.engine = Saying(renderer)
         backend = open_backend(settings)
         threads = StageThreads("stage")
-        init = Init(world.database, handler=lambda name: handler, backend=backend)  # type: ignore[arg-type,return-value]
+        init = Init(world.database, handler=lambda name: handler, backend=backend, node=settings.node)  # type: ignore[arg-type,return-value]
         evaluate = Eval(handler=lambda name: handler)  # type: ignore[arg-type,return-value]
         play = Run(
             database=world.database,
@@ -106,6 +106,7 @@ class Stages:
             handler=lambda name: handler,  # type: ignore[arg-type,return-value]
             renderer=lambda folder: renderer,
             backend=backend,
+            node=settings.node,
         )
         works: dict[Stage, Work] = {
             Stage.INIT: lambda claim: threads.submit(partial(init, claim)),

@@ -115,6 +115,7 @@ class Players:
             handler=load_handler,
             renderer=renderer_of,
             backend=open_backend(settings),
+            node=settings.node,
         )
         self._leases = Leases(self._database, lease_s=60, heartbeat_s=3)
         self._worker = StageWorker(

@@ -49,7 +49,7 @@ class Judging:
             backend=backend,
             # The same for each try, so that a try replaces what a killed one has left.
             handle=backend.handle(claim.episode_id, claim.attempt) + EVALUATION,
-            spec=spec,
+            spec=spec.model_copy(update={"files": None}),
             deadline=deadline,
         )
 

@@ -95,7 +95,7 @@ class NodeBackend:
         self._folders = folders
         self._settings = given
         self._lock = threading.Lock()
-        self._opened: dict[SandboxKind, Backend] = {}
+        self._opened: dict[tuple[SandboxKind, str], Backend] = {}
         self._next_sweep = 0.0
         self.default: SandboxKind = self._usual() if given.sandbox == "auto" else given.sandbox
         """The kind where nobody names one."""
@@ -136,10 +136,10 @@ class NodeBackend:
         return f"{episode_id}-{attempt}"
 
     def create(self, handle: str, files: Mapping[str, str], spec: SandboxSpec = OPEN) -> None:
-        self._of(spec.kind or self.default).create(handle, files, spec)
+        self._of(spec.kind or self.default, spec.endpoint).create(handle, files, spec)
 
     def attach(self, handle: str, spec: SandboxSpec = OPEN) -> SandboxSession:
-        return self._of(spec.kind or self.default).attach(handle, spec)
+        return self._of(spec.kind or self.default, spec.endpoint).attach(handle, spec)
 
     def destroy(self, handle: str) -> None:
         # Whatever kind it is: records say what belongs to it.
@@ -164,18 +164,20 @@ class NodeBackend:
         """Where containers have been used with this data folder."""
         return self._of("docker") if (self._folders.root.parent / "sandbox-containers").is_dir() else None
 
-    def _of(self, kind: SandboxKind) -> Backend:
+    def _of(self, kind: SandboxKind, endpoint: str | None = None) -> Backend:
+        """`endpoint`: the engine's that INIT chose, on whatever node that was."""
+        url = endpoint or self._settings.docker_url
         with self._lock:
-            if kind not in self._opened:
-                self._opened[kind] = self._open(kind)
-            return self._opened[kind]
+            if (kind, url) not in self._opened:
+                self._opened[kind, url] = self._open(kind, url)
+            return self._opened[kind, url]
 
-    def _open(self, kind: SandboxKind) -> Backend:
+    def _open(self, kind: SandboxKind, docker_url: str) -> Backend:
         if kind == "docker":
             given = self._settings
             return Containers(
                 self._folders,
-                ContainerEngine(given.docker_url),
+                ContainerEngine(docker_url),
                 image=given.sandbox_image,
                 pull=given.sandbox_pull,
                 runtime=given.sandbox_runtime,

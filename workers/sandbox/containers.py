@@ -12,6 +12,7 @@ import threading
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from urllib.parse import urlsplit
 
 from common.config_network import NetworkConfig
 from common.errors import EpisodeError
@@ -42,6 +43,14 @@ from workers.sandbox.start_gate import StartGate
 GVISOR = "runsc"
 PROBE = "0-1"
 """No episode has number 0."""
+
+
+def shared_endpoint(url: str) -> str | None:
+    """The URL where every node reaches the same engine by it; None = it means another one on each."""
+    if not url.startswith("tcp://"):
+        return None
+    host = urlsplit(url).hostname or ""
+    return None if host in ("localhost", "::1", "0.0.0.0") or host.startswith("127.") else url
 
 
 class Containers:
@@ -82,7 +91,7 @@ class Containers:
                 "no image for a sandbox of kind docker: set ROLLMILL_SANDBOX_IMAGE, or sandbox.image of the run",
             )
         self._see_that_proxies_work(spec.network)
-        return spec.model_copy(update={"kind": "docker", "image": image})
+        return spec.model_copy(update={"kind": "docker", "image": image, "endpoint": shared_endpoint(self.engine.url)})
 
     def _see_that_proxies_work(self, network: NetworkConfig) -> None:
         if network.mode != "proxy":
@@ -102,7 +111,8 @@ class Containers:
 
     def create(self, handle: str, files: Mapping[str, str], spec: SandboxSpec = OPEN) -> None:
         self.prove(self._image_of(spec), spec.network)
-        self._folders.create(handle, files)
+        if spec.endpoint is None:
+            self._folders.create(handle, files)
 
     def prove(self, name: str, network: NetworkConfig = NO_NETWORK) -> Image:
         """Get the image, and start one container of it, the first time. Raises EpisodeError that says what to do.
@@ -134,6 +144,8 @@ class Containers:
             await server.end()
 
     def attach(self, handle: str, spec: SandboxSpec = OPEN) -> SandboxSession:
+        if spec.endpoint is not None:
+            self._folders.create(handle, spec.files or {})
         self._folders.require(handle)
         chosen = spec.model_copy(update={"image": self._image_of(spec)})
         wanted = lambda: self._folders.exists(handle)  # noqa: E731

@@ -150,6 +150,7 @@ def node(given: Settings) -> list[Finding]:
     namespaces = _number("user/max_user_namespaces")
     restricted = _number("kernel/apparmor_restrict_unprivileged_userns") == 1
     return [
+        Finding(name="node", state=given.node, means="RUN takes what INIT prepares here; named by ROLLMILL_NODE"),
         Finding(name="kernel", state=f"{platform.release()} {platform.machine()}", means="overlay for users: 5.11+"),
         Finding(
             name="user namespaces",

@@ -97,6 +97,10 @@ class SandboxSpec(Frozen):
     """What its commands reach."""
     lifetime_s: float = DAY_S
     """How long its processes may run."""
+    endpoint: str | None = None
+    """URL of the container engine, where RUN can use it from any node; None = the sandbox is bound to its node."""
+    files: dict[str, str] | None = None
+    """With an endpoint, the task's files by relative path; None = they lie on the node."""
 
 
 OPEN = SandboxSpec()

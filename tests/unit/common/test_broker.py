@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from common.broker import consumer_timeout_s, dead_queues, stage_queues
+from common.broker import consumer_timeout_s, dead_queues, node_queues, stage_queues
 from common.queues import QueueKind
 from common.settings import Settings
 
@@ -45,3 +45,10 @@ def test_from_version_3_12_on_the_consumer_timeout_is_an_argument_of_the_queues(
     given = CLASSIC.model_copy(update={"broker_consumer_timeout_s": stated_s})
     assert consumer_timeout_s(given, version) == known_s
     assert {queue.queue_arguments.get("x-consumer-timeout") for queue in stage_queues(given, version)} == {argument_ms}
+
+
+def test_a_nodes_queue_hangs_on_its_stages_exchange_and_goes_when_the_node_has_gone() -> None:
+    (queue,) = node_queues(QUORUM.model_copy(update={"node": "a.b"}), (3, 12, 0))
+    assert (queue.name, queue.exchange.name, queue.routing_key) == ("run@a.b", "rollmill.run", "run@a.b")
+    of_stage = stage_queues(QUORUM, (3, 12, 0))[1].queue_arguments
+    assert queue.queue_arguments == {**of_stage, "x-expires": 3_600_000}

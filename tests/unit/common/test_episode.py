@@ -77,6 +77,7 @@ def test_no_infrastructure_outcome_counts_as_the_agents():
         Outcome.CAPTURE_INCOMPLETE,
         Outcome.HANDLER_FAILED,
         Outcome.LEASE_LOST,
+        Outcome.NODE_LOST,
         Outcome.STAGE_TIMEOUT,
     }
     assert set(Outcome) - infrastructure == AGENT_OUTCOMES

@@ -1,5 +1,8 @@
 from __future__ import annotations
 
+import re
+import socket
+
 import pytest
 
 from common.errors import SetupError
@@ -42,3 +45,16 @@ def test_a_missing_url_says_what_to_set():
 def test_passwords_are_masked():
     assert masked("postgresql://user:secret@host:1/name") == "postgresql://user:***@host:1/name"
     assert masked("redis://:secret@host:1/0") == "redis://:***@host:1/0"
+
+
+def test_a_node_has_its_hosts_name_or_the_one_that_it_is_given(monkeypatch: pytest.MonkeyPatch):
+    assert load_settings().node == re.sub(r"[^A-Za-z0-9._-]", "-", socket.gethostname())
+    monkeypatch.setenv("ROLLMILL_NODE", "gpu-3.example")
+    assert load_settings().node == "gpu-3.example"
+
+
+@pytest.mark.parametrize("name", ["", "a b", "a@b", "run*", "-a", "a" * 64, "n\u00f6de", "a\n"])
+def test_a_nodes_name_is_one_that_a_queue_can_have(monkeypatch: pytest.MonkeyPatch, name: str):
+    monkeypatch.setenv("ROLLMILL_NODE", name)
+    with pytest.raises(SetupError, match=r"^ROLLMILL_NODE='.*: must be 1 to 63 letters, digits, '\.', '_' or '-'"):
+        load_settings()

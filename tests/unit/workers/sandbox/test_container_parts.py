@@ -81,6 +81,24 @@ def test_the_nodes_image_is_for_tasks_that_name_none(tmp_path: Path) -> None:
     assert node.choose(SandboxSpec(image="task:1")).image == "task:1"
 
 
+@pytest.mark.parametrize(
+    ("url", "endpoint"),
+    [
+        ("tcp://engine.example:2375", "tcp://engine.example:2375"),
+        ("tcp://10.0.0.7:2375", "tcp://10.0.0.7:2375"),
+        ("tcp://127.0.0.1:2375", None),
+        ("tcp://localhost:2375", None),
+        ("tcp://[::1]:2375", None),
+        ("unix:///var/run/docker.sock", None),
+    ],
+)
+def test_only_an_engine_that_other_nodes_reach_by_the_same_name_leaves_an_episode_free(
+    tmp_path: Path, url: str, endpoint: str | None
+) -> None:
+    node = open_backend(Settings(data_dir=tmp_path, sandbox="docker", sandbox_image="node:1", docker_url=url))
+    assert node.choose(OPEN) == SandboxSpec(kind="docker", image="node:1", endpoint=endpoint)
+
+
 def test_a_note_of_a_container_stays_until_its_engine_has_removed_it(tmp_path: Path) -> None:
     node = open_backend(Settings(data_dir=tmp_path, sandbox="docker", docker_url=NOWHERE))
     containers = Containers(SandboxFolders.below(tmp_path), ContainerEngine(NOWHERE))
