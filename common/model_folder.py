@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from common.errors import SetupError
 from common.weights import TensorEntry, WeightsDamaged, read_safetensors_header
@@ -36,18 +37,13 @@ class ModelShape:
 def read_model_shape(folder: Path) -> ModelShape:
     """Read config.json and the headers of the weights. Raises SetupError that names the file and the field."""
     path = folder / "config.json"
-    if not path.is_file():
-        raise SetupError(f"model folder {folder} has no config.json: set `model` to a folder of Hugging Face format")
+    config = _read_config(folder)
     try:
-        config = json.loads(path.read_text(encoding="utf-8"))
         parts = [read_safetensors_header(file) for file in sorted(folder.glob("*.safetensors"))]
     except (OSError, ValueError, WeightsDamaged) as error:
         raise SetupError(f"model folder {folder} cannot be read: {error}") from None
     # Tensors that are tied are saved once.
     tensors = {name: tensor for part in parts for name, tensor in part.items()}
-    # Models that also see images keep the sizes of their text part apart.
-    config = config.get("text_config", config)
-    context = config.get("max_position_embeddings")
     try:
         return ModelShape(
             num_parameters=sum(math.prod(tensor.shape) for tensor in tensors.values()) or None,
@@ -55,11 +51,37 @@ def read_model_shape(folder: Path) -> ModelShape:
             hidden_size=int(config["hidden_size"]),
             intermediate_size=int(config.get("intermediate_size") or 4 * config["hidden_size"]),
             num_layers=int(config["num_hidden_layers"]),
-            context=None if context is None else int(context),
+            context=_context(config),
             matrices=_matrices(tensors),
         )
     except (KeyError, TypeError, ValueError) as error:
         raise SetupError(f"{path} does not say how large the model is: {error!r}") from None
+
+
+def read_context(folder: Path) -> int | None:
+    """Positions that a model was made for; None = it does not say. Raises SetupError where its config can't be read."""
+    try:
+        return _context(_read_config(folder))
+    except (TypeError, ValueError) as error:
+        raise SetupError(f"{folder / 'config.json'} does not say how long its context is: {error!r}") from None
+
+
+def _read_config(folder: Path) -> dict[str, Any]:
+    path = folder / "config.json"
+    if not path.is_file():
+        raise SetupError(f"model folder {folder} has no config.json: set `model` to a folder of Hugging Face format")
+    try:
+        config: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        # Models that also see images keep the sizes of their text part apart.
+        text_config: dict[str, Any] = config.get("text_config", config)
+    except (OSError, ValueError, AttributeError) as error:
+        raise SetupError(f"model folder {folder} cannot be read: {error}") from None
+    return text_config
+
+
+def _context(config: Mapping[str, Any]) -> int | None:
+    context = config.get("max_position_embeddings")
+    return None if context is None else int(context)
 
 
 def _matrices(tensors: Mapping[str, TensorEntry]) -> Counter[str]:

@@ -40,9 +40,10 @@ def serve(
 ) -> None:
     """Start vLLM for a run, keep it alive, and drain it on Ctrl-C, SIGTERM or `rollmill engine remove`."""
     settings = settings_for(data_dir)
-    from common.db import runs
+    from common.db import engines, runs
     from deploy.access import live_database
-    from deploy.engine_serve import Service, check_model_fits, serve_engine
+    from deploy.engine_address import check_no_alias
+    from deploy.engine_serve import Service, check_context_fits, check_model_fits, serve_engine
     from deploy.ports import free_port
     from deploy.vllm import VllmPlan, find_build, lora_plan
 
@@ -63,9 +64,12 @@ def serve(
     with live_database(settings) as database:
         with database.begin() as conn:
             found = runs.require(conn, run)
+            listed = engines.urls(conn)
         check_model_fits(plan.model, found)
+        check_context_fits(plan.model, found, max_model_len=max_model_len)
         plan = replace(plan, lora=lora_plan(found.config.train))
         service = Service(plan=plan, run=found, data_dir=settings.data_dir, drain_s=drain_seconds)
+        check_no_alias(service.url, listed)
         serve_engine(service, database, console=Console())
 
 
@@ -74,22 +78,27 @@ def add(
     url: Url,
     run: RunName,
     model_name: ModelName = MODEL_NAME,
-    force: Annotated[bool, typer.Option("--force", help="Take it even from another run.")] = False,
+    force: Annotated[
+        bool, typer.Option("--force", help="Take it even from another run, or as a second address.")
+    ] = False,
     data_dir: DataDir = None,
 ) -> None:
     """Give a run a server that somebody else started, once it has proved that it can serve it."""
     settings = settings_for(data_dir)
     from common.db import engines, runs
     from deploy.access import live_database
+    from deploy.engine_address import check_no_alias, normal_url
     from deploy.engine_claims import check_unclaimed
-    from deploy.engine_probe import REMARKS, check_engine, normal_url
+    from deploy.engine_probe import REMARKS, check_engine
 
     address = normal_url(url)
     with live_database(settings) as database:
         with database.begin() as conn:
             found = runs.require(conn, run)
             holder = engines.holder(conn, address)
+            listed = engines.urls(conn)
         if not force:
+            check_no_alias(address, listed)
             check_unclaimed(address, run=run, holder=holder)
         kind = check_engine(
             address,
@@ -97,6 +106,7 @@ def add(
             served_name=model_name,
             temperature=found.config.rollout.temperature,
             top_p=found.config.rollout.top_p,
+            max_row_tokens=found.config.rollout.max_row_tokens,
             lora=found.config.train.lora_rank is not None,
         )
         with database.begin() as conn:
@@ -112,10 +122,10 @@ def list_engines(data_dir: DataDir = None) -> None:
     settings = settings_for(data_dir)
     from common.db import engines
     from deploy.access import open_database
-    from deploy.tables import engines_table, table_console
+    from deploy.tables import print_engines, table_console
 
     with open_database(settings) as database, database.begin() as conn:
-        table_console().print(engines_table(engines.status(conn)))
+        print_engines(engines.status(conn), console=table_console())
 
 
 @engine_app.command(epilog="[bold]rollmill engine drain http://127.0.0.1:8000[/]")
@@ -128,11 +138,12 @@ def drain(
     settings = settings_for(data_dir)
     from common.db import engines
     from deploy.access import live_database
-    from deploy.engine_probe import normal_url
+    from deploy.engine_address import listed_as, normal_url
     from deploy.engine_serve import wait_until_idle
 
     address = normal_url(url)
     with live_database(settings) as database, database.begin() as conn:
+        address = listed_as(address, engines.urls(conn)) or address
         if not engines.drain(conn, address):
             raise _unknown(address)
     left = wait_until_idle(address, timeout_s=wait)
@@ -145,10 +156,11 @@ def remove(url: Url, data_dir: DataDir = None) -> None:
     settings = settings_for(data_dir)
     from common.db import engines
     from deploy.access import live_database
-    from deploy.engine_probe import normal_url
+    from deploy.engine_address import listed_as, normal_url
 
     address = normal_url(url)
     with live_database(settings) as database, database.begin() as conn:
+        address = listed_as(address, engines.urls(conn)) or address
         if not engines.remove(conn, address):
             raise _unknown(address)
     _say(f"engine {address} is forgotten")

@@ -5,10 +5,10 @@ from __future__ import annotations
 import json
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
 
 from tokenizers import Tokenizer
 
+from common.context import NeededContext, needed_context
 from common.errors import SetupError
 from deploy.engine_ask import EngineKind, ask, asked
 
@@ -30,23 +30,19 @@ MAX_CERTAIN = 1e-3
 """How far from 0 that log-prob may be."""
 
 
-def normal_url(url: str) -> str:
-    """`http://host:port` as the database knows it. Raises SetupError for anything else."""
-    try:
-        parts = urlsplit(url)
-        good = parts.scheme in ("http", "https") and bool(parts.hostname) and (parts.port or 1) > 0
-    except ValueError:
-        good = False
-    if not good or parts.path not in ("", "/") or parts.query or parts.fragment or parts.username:
-        raise SetupError(f"{url} is no engine's address: give http://HOST:PORT")
-    return f"{parts.scheme}://{parts.netloc}"
-
-
 def check_engine(
-    url: str, *, model: Path, served_name: str, temperature: float = 1.0, top_p: float = 1.0, lora: bool = False
+    url: str,
+    *,
+    model: Path,
+    served_name: str,
+    temperature: float = 1.0,
+    top_p: float = 1.0,
+    max_row_tokens: int | None = None,
+    lora: bool = False,
 ) -> EngineKind:
     """Return what it is if it is up, serves `served_name`, and fits the model folder, the run's way of sampling
-    (`temperature`, `top_p`) and what the keeper will ask of it: to load adapters with `lora`, else whole models.
+    (`temperature`, `top_p`, `max_row_tokens`) and what the keeper will ask of it: to load adapters with `lora`, else
+    whole models.
 
     That the weights under the adapters are the run's start weights is nothing that a server tells.
     Raises SetupError that names the first thing that is missing, and what to do.
@@ -56,6 +52,7 @@ def check_engine(
     kind = _find_kind(url)
     _check_up(url, kind)
     _check_name(url, served_name)
+    _check_context(url, needed_context(model, max_row_tokens))
     if kind is EngineKind.SGLANG:
         # What lies beyond its vocabulary would end it, so only ids that every model has are asked for.
         _check_sglang(url, top_p=top_p, lora=lora)
@@ -151,6 +148,13 @@ def _check_name(url: str, served_name: str) -> None:
             f"engine {url} serves {', '.join(names)}, not {served_name}: "
             f"if that is the run's model, say so with --model-name {names[0] if names else 'NAME'}"
         )
+
+
+def _check_context(url: str, needed: NeededContext | None) -> None:
+    cards = asked(ask(url, "/v1/models")[1], "data") or []
+    held = [limit for card in cards if isinstance(limit := asked(card, "max_model_len"), int)]
+    if needed is not None and held and (lack := needed.lack(held[0])):
+        raise SetupError(f"engine {url} {lack}")
 
 
 def _check_generate(url: str, *, token_id: int, exact: bool) -> EngineKind:

@@ -10,10 +10,12 @@ from pathlib import Path
 
 from rich.console import Console
 
+from common.context import needed_context
 from common.db import engines
 from common.db.runs import Run
 from common.db.session import Database
 from common.errors import DatabaseUnavailable, SetupError
+from common.model_folder import read_context
 from deploy.engine_probe import check_engine, num_requests, read_vocab_size
 from deploy.folder import DataFolder
 from deploy.ports import HOST, require_free
@@ -62,6 +64,13 @@ def check_model_fits(model: Path, run: Run) -> None:
         )
 
 
+def check_context_fits(model: Path, run: Run, *, max_model_len: int | None) -> None:
+    """Raise SetupError where a server of the model, told `max_model_len`, would have a shorter context than it must."""
+    needed = needed_context(run.config.model, run.config.rollout.max_row_tokens)
+    if needed is not None and (lack := needed.lack(max_model_len or read_context(model))):
+        raise SetupError(f"an engine of {model} that is started so {lack}")
+
+
 def _same_weights(model: Path, other: Path) -> bool:
     """Byte by byte, which takes seconds a gigabyte, unless it is the same folder."""
     if model.resolve() == other.resolve():
@@ -93,6 +102,7 @@ def serve_engine(service: Service, database: Database, *, console: Console) -> N
                 served_name=service.plan.served_name,
                 temperature=service.run.config.rollout.temperature,
                 top_p=service.run.config.rollout.top_p,
+                max_row_tokens=service.run.config.rollout.max_row_tokens,
                 lora=service.plan.lora is not None,
             )
             with database.begin() as conn:

@@ -29,7 +29,7 @@ from common.errors import SetupError
 from common.object_store import open_store
 from common.settings import Settings
 from common.weights import MANIFEST
-from deploy.engine import check_engine_installed
+from deploy.engine import check_engine_installed, check_small_context
 from deploy.local import LocalStack, StackAddresses, StackPlan
 from deploy.local_run import OpenRun, Order
 from deploy.messages import logging_to
@@ -90,8 +90,15 @@ def evaluate_locally(order: Order, *, console: Console) -> Evaluation:
     if order.report_file is not None:
         check_writable(order.report_file)
     check_engine_installed(order.engine)
+    check_small_context(order.engine, order.config)
     data_dir = order.settings.data_dir
-    plan = StackPlan(model_dir=order.config.model, trainer_config=None, broker=order.broker, engine=order.engine)
+    plan = StackPlan(
+        model_dir=order.config.model,
+        trainer_config=None,
+        broker=order.broker,
+        engine=order.engine,
+        max_row_tokens=order.config.rollout.max_row_tokens,
+    )
     started_s = time.monotonic()
     console.print(f"starting on data folder {data_dir} …", highlight=False, soft_wrap=True)
     with (

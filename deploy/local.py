@@ -69,6 +69,8 @@ class StackPlan:
     """None = a free one."""
     lora: LoraPlan | None = None
     """What the engine must be able to hold; None = no adapters."""
+    max_row_tokens: int | None = None
+    """The run's, which the engine's context must hold."""
 
 
 class LocalStack:
@@ -198,7 +200,14 @@ def work_specs(addresses: StackAddresses, *, plan: StackPlan, data_dir: Path) ->
 
     engine_port = int(addresses.engine_url.rpartition(":")[2])
     specs = [
-        engine_spec(plan.engine, model=plan.model_dir, port=engine_port, env=env, lora=plan.lora),
+        engine_spec(
+            plan.engine,
+            model=plan.model_dir,
+            port=engine_port,
+            env=env,
+            lora=plan.lora,
+            max_row_tokens=plan.max_row_tokens,
+        ),
         *(python(f"fleet-{stage}", "workers.fleet", stage) for stage in Stage),
         python("feeder", "workers.feeder"),
         python("reaper", "workers.reaper", "--resend-all"),

@@ -19,7 +19,7 @@ from common.errors import SetupError
 from common.settings import Settings
 from deploy.broker import BrokerKind
 from deploy.display import open_display
-from deploy.engine import EngineKind, check_engine_installed
+from deploy.engine import EngineKind, check_engine_installed, check_small_context
 from deploy.local import LocalStack, StackAddresses, StackPlan
 from deploy.messages import logging_to
 from deploy.report import Report, Seconds, Session, check_writable, read_report
@@ -111,6 +111,7 @@ def run_locally(order: Order, *, console: Console) -> None:
     if order.report_file is not None:
         check_writable(order.report_file)
     check_engine_installed(order.engine)
+    check_small_context(order.engine, order.config)
     data_dir = order.settings.data_dir
     config_file = data_dir / "run.toml"
     plan = StackPlan(
@@ -120,6 +121,7 @@ def run_locally(order: Order, *, console: Console) -> None:
         broker=order.broker,
         engine=order.engine,
         lora=lora_plan(order.config.train),
+        max_row_tokens=order.config.rollout.max_row_tokens,
     )
     console.print(f"starting on data folder {data_dir} …", highlight=False, soft_wrap=True)
     with LocalStack(order.settings, plan) as stack:

@@ -12,7 +12,7 @@ from common.errors import SetupError
 from common.model_folder import read_model_shape
 from common.plan import check_fits_model, plan
 from common.settings import Settings
-from deploy.engine import EngineKind, check_engine_installed
+from deploy.engine import EngineKind, check_engine_installed, check_small_context
 from deploy.handlers import check_handler
 from deploy.templates import check_template
 
@@ -62,5 +62,6 @@ def with_handler(config: RunConfig) -> RunConfig:
 def print_plan(config: RunConfig, *, settings: Settings, engine: EngineKind) -> None:
     """Say what `rollmill up` would do. Raises SetupError where it could not."""
     check_engine_installed(engine)
+    check_small_context(engine, config)
     engines = f"one, started here: {'the small CPU engine' if engine is EngineKind.SMALL else 'vLLM'}"
     sys.stdout.write(plan(config, settings=settings, engines=engines, unset="embedded, in the data folder"))

@@ -45,11 +45,20 @@ def answer_table(answer: Answer, *, max_rows: int | None) -> Table:
     return table
 
 
-def engines_table(found: Sequence[EngineStatus]) -> Table:
-    """Engines, one a row; why the last probe or load failed stands below its engine."""
+def print_engines(found: Sequence[EngineStatus], *, console: Console) -> None:
+    """Engines, one a row; below, a line for each whose last probe or load failed, says why."""
+    console.print(_engines_table(found))
+    for one in found:
+        if one.error is not None:
+            why = " ".join(one.error.split()).removeprefix(f"engine {one.url}").lstrip(": ")
+            console.print(Text(f"{one.url}: {why}", style="red"), soft_wrap=not console.is_terminal)
+
+
+def _engines_table(found: Sequence[EngineStatus]) -> Table:
     table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, header_style="dim")
     for name in ("engine", "run", "state", "version", "wire", "answered", "loads", "refused", "failed"):
-        table.add_column(name, no_wrap=True)
+        # What is too narrow folds the names; where columns may not, all are cut, and figures with them.
+        table.add_column(name, no_wrap=name not in ("run", "wire"), overflow="fold")
     for one in found:
         version = "-" if one.version is None else str(one.version)
         if one.version is not None and one.newest is not None and one.newest > one.version:
@@ -57,8 +66,6 @@ def engines_table(found: Sequence[EngineStatus]) -> Table:
         answered = "never" if one.healthy_s is None else f"{max(one.healthy_s, 0):.0f} s ago"
         counts = [str(count) for count in (one.num_loads, one.num_refusals, one.num_failures)]
         table.add_row(one.url, one.run or "-", one.state.lower(), version, one.wire or "-", answered, *counts)
-        if one.error is not None:
-            table.add_row(Text(f"  {one.error}", style="red"))
     if not found:
         table.add_row("no engines")
     return table

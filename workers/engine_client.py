@@ -16,7 +16,7 @@ from common.episode import Sampled
 from workers.engine_errors import EngineUnavailable, Unversioned
 from workers.engine_http import EngineHttp, detail
 from workers.engine_reply import parse_adapters_in_use
-from workers.wires.base import PROBE_TIMEOUT_S, GenerateRequest, RouteMissing, Wire
+from workers.wires.base import PROBE_TIMEOUT_S, GenerateRequest, Route, RouteMissing, Wire, context_of
 from workers.wires.completions import CompletionsWire
 from workers.wires.sglang import MODEL_INFO, SglangWire
 from workers.wires.vllm import VllmWire
@@ -101,6 +101,13 @@ class EngineClient:
         if status not in (200, 404):
             raise EngineUnavailable(f"engine {url} /metrics answers {status}: {detail(body)}")
         return body.decode(errors="replace") if status == 200 else ""
+
+    async def context(self, url: str) -> int | None:
+        """How many ids its context holds, as whatever wire says it; None = it does not say."""
+        try:
+            return await context_of(Route(self._http, url))
+        except RouteMissing:
+            return None
 
     async def weight_version(self, url: str) -> str:
         """The name of the weights that it samples from."""

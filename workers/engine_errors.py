@@ -21,9 +21,14 @@ class LoadRefused(EngineError):
     """It says that it can't take these weights; the old ones serve on."""
 
 
+class ContextTooSmall(EngineError):
+    """Its context is shorter than its run needs: it would cut episodes, so it gets no work until it is started anew."""
+
+
 class Superseded(EngineError):
     """It has taken a newer claim, so whoever asks has lost it: nothing was done, and nothing is left to do."""
 
 
 class ContextOverflow(EngineError):
-    """The prompt leaves no room for a token in the model's context: no engine can do it."""
+    """The prompt leaves no room for a token in the engine's context. That holds all that the run needs, see
+    ContextTooSmall: no other engine can do it."""

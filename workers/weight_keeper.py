@@ -11,6 +11,7 @@ import logging
 import time
 from pathlib import Path
 
+from common.context import needed_context
 from common.db import engines, versions
 from common.db.engines import EngineRow, Lag
 from common.db.session import Database
@@ -20,7 +21,7 @@ from common.weight_cache import WeightCache
 from common.weights import LOADING, WeightsDamaged, WeightsError, parse_version_name, version_name
 from workers import adapters
 from workers.engine_client import EngineClient
-from workers.engine_errors import EngineError, LoadRefused, Superseded
+from workers.engine_errors import ContextTooSmall, EngineError, LoadRefused, Superseded
 
 logger = logging.getLogger(__name__)
 
@@ -115,6 +116,8 @@ class WeightKeeper:
             await self._lacks_weights(engine, error)
         except LoadRefused as error:
             await self._failed(engine, error, quarantine_after=QUARANTINE_AFTER, known=True)
+        except ContextTooSmall as error:
+            await self._failed(engine, error, quarantine_after=1, known=False)
         except EngineError as error:
             await self._failed(engine, error, quarantine_after=QUARANTINE_AFTER, known=False)
         except DatabaseUnavailable as error:
@@ -130,6 +133,8 @@ class WeightKeeper:
         name = await self._client.weight_version(engine.url)
         paused = await self._client.is_paused(engine.url)
         target = await asyncio.to_thread(self._wanted, engine.run_id)
+        if target is not None:
+            await self._check_context(engine, target)
         if target is not None and target.adapters_kept is not None:
             if paused:
                 await self._resume_forgotten(engine)
@@ -154,6 +159,13 @@ class WeightKeeper:
         await self._load(engine, target, folder, name, claim=claim)
         await self._serves_well(engine, target.number, num_loads=1)
         return True
+
+    async def _check_context(self, engine: EngineRow, target: PolicyVersion) -> None:
+        """Raise ContextTooSmall. At each look, and so before a load: a server that was started anew with another
+        context serves start weights, of which no token is kept."""
+        needed = await asyncio.to_thread(needed_context, target.model, target.max_row_tokens)
+        if needed is not None and (lack := needed.lack(await self._client.context(engine.url))):
+            raise ContextTooSmall(f"engine {engine.url} {lack}")
 
     async def _bring_adapter(self, engine: EngineRow, target: PolicyVersion, *, base: str) -> bool:
         """The same for a run that trains an adapter."""

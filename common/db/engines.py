@@ -113,6 +113,11 @@ def known(conn: Connection, url: str) -> bool:
     return bool(conn.execute(text("SELECT count(*) FROM engine WHERE url = :url"), {"url": url}).scalar_one())
 
 
+def urls(conn: Connection) -> list[str]:
+    """Of all engines, whatever their run and state."""
+    return list(conn.execute(text("SELECT url FROM engine ORDER BY id")).scalars())
+
+
 def holder(conn: Connection, url: str) -> str | None:
     """Name of the run that the engine is given to; None = no run that is not over."""
     found = text(

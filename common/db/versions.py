@@ -29,6 +29,10 @@ class PolicyVersion:
     """What the run wants of requests under way while it is loaded."""
     adapters_kept: int | None
     """How many adapters an engine of the run keeps; None = the version is a whole model, not an adapter."""
+    model: Path
+    """Folder of the run's start weights, wherever the run was opened."""
+    max_row_tokens: int | None
+    """The run's rollout.max_row_tokens."""
 
     @property
     def path(self) -> Path:
@@ -38,7 +42,8 @@ class PolicyVersion:
 
 _SELECT = """
     SELECT v.run_id, r.name AS run, v.number, v.path AS location, v.manifest_sha256,
-           coalesce(r.config #>> '{rollout,in_flight}', 'keep') AS in_flight, r.config -> 'train' AS train
+           coalesce(r.config #>> '{rollout,in_flight}', 'keep') AS in_flight, r.config -> 'train' AS train,
+           r.config ->> 'model' AS model, CAST(r.config #>> '{rollout,max_row_tokens}' AS int) AS max_row_tokens
       FROM policy_version v JOIN run r ON r.id = v.run_id
 """
 _READ_BY_ENGINE = """
@@ -125,4 +130,5 @@ def needed(conn: Connection, run_id: int) -> frozenset[int]:
 def _version(row: Row[Any]) -> PolicyVersion:
     fields = dict(row._mapping)
     train = TrainConfig.model_validate(fields.pop("train"))
-    return PolicyVersion(**fields, adapters_kept=train.adapters_kept)
+    model = Path(fields.pop("model"))
+    return PolicyVersion(**fields, model=model, adapters_kept=train.adapters_kept)

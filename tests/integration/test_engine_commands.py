@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from common.config import TINY_MODELS, RunConfig
+from common.config import TINY_MODELS, RolloutConfig, RunConfig
 from common.config_train import TrainConfig
 from common.db import engines, runs
 from common.db.session import Database
@@ -24,7 +24,7 @@ from common.errors import SetupError
 from common.weights import LOADING, version_name
 from deploy.engine import EngineKind, engine_spec
 from deploy.engine_ask import ask
-from deploy.engine_serve import check_model_fits
+from deploy.engine_serve import check_context_fits, check_model_fits
 from deploy.ports import free_port
 from deploy.process import Process
 
@@ -124,6 +124,39 @@ def test_what_is_wrong_is_one_line_and_nothing_is_stored(
         assert said.startswith(f"rollmill: {words}")
         assert said.count("\n") == 1
     assert states(database) == {}
+
+
+def test_a_context_that_is_too_short_is_refused(
+    database: Database, rollmill: Callable[..., Answer], engine: str
+) -> None:
+    with database.begin() as conn:
+        config = RunConfig(name="run-a", model=MODEL, rollout=RolloutConfig(max_row_tokens=513))
+        run = runs.open_run(conn, config)
+    words = "has a context of 512 ids and the run needs 513, its rollout.max_row_tokens: it would cut episodes."
+    advice = "Start it with --max-model-len 513, or set rollout.max_row_tokens to 512 or less in a new run"
+    assert rollmill("add", engine, "--run", "run-a") == (2, f"rollmill: engine {engine} {words} {advice}\n")
+    assert states(database) == {}
+    with pytest.raises(SetupError, match=r"tiny-calculator that is started so has a context of 512 ids"):
+        check_context_fits(MODEL, run, max_model_len=None)
+    with pytest.raises(SetupError, match=r"so has a context of 60 ids .* Start it with --max-model-len 513"):
+        check_context_fits(MODEL, run, max_model_len=60)
+    check_context_fits(MODEL, run, max_model_len=513)
+
+
+def test_a_server_is_added_once_whatever_it_is_called(
+    database: Database, rollmill: Callable[..., Answer], engine: str
+) -> None:
+    first = open_run(database, MODEL)
+    alias = engine.replace("127.0.0.1", "LocalHost")
+    with database.begin() as conn:
+        runs.open_run(conn, RunConfig(name="run-b", model=MODEL))
+        engines.register(conn, engine, run_id=first.id)
+    code, said = rollmill("add", alias, "--run", "run-b")
+    assert (code, said.partition(":")[0], said.count("\n")) == (2, "rollmill", 1)
+    assert f"engine {alias.lower()} is already here as {engine}: give that address" in said
+    assert states(database) == {engine: EngineState.SERVING}
+    assert rollmill("drain", f"{alias}/") == (0, f"engine {engine} gets no new work; none runs\n")
+    assert rollmill("remove", alias) == (0, f"engine {engine} is forgotten\n")
 
 
 def test_a_run_of_adapters_is_served_over_its_own_start_weights_alone(database: Database, tmp_path: Path) -> None:

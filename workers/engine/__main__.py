@@ -17,6 +17,7 @@ from pathlib import Path
 import torch
 from aiohttp import web
 
+from common.context import SMALL_ENGINE_CONTEXT
 from common.errors import RollmillError, SetupError
 from common.log import setup_logging
 from workers.engine.batch import Batch
@@ -28,7 +29,6 @@ from workers.engine.server import Routes
 logger = logging.getLogger("workers.engine")
 
 _MAX_CACHE_BYTES = 4 << 30
-_LONGEST_DEFAULT_CONTEXT = 4096
 _STOP_WITHIN_S = 1.0
 _DEAD_FOR_S = 2.0
 """How long /health says 503 after the decoding thread died, before the process ends for its supervisor to see."""
@@ -50,7 +50,7 @@ def build(folder: Path, *, model_name: str, max_batch: int, max_model_len: int |
     `max_model_len` None: the model's own, at most 4096. Raises SetupError or WeightsDamaged.
     """
     config = read_config(folder)
-    length = max_model_len or min(config.max_position_embeddings, _LONGEST_DEFAULT_CONTEXT)
+    length = max_model_len or min(config.max_position_embeddings, SMALL_ENGINE_CONTEXT)
     if length > config.max_position_embeddings:
         raise SetupError(f"--max-model-len {length} exceeds the model's {config.max_position_embeddings} positions")
     cached = config.num_hidden_layers * num_kv_heads(config) * config.head_dim * 2 * 4

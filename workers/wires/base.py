@@ -16,6 +16,7 @@ from common.weights import version_name
 from workers.engine_errors import ContextOverflow, EngineUnavailable, Superseded
 from workers.engine_http import EngineHttp, Json, detail, json_object
 
+MODELS = "/v1/models"
 PROBE_TIMEOUT_S = 5.0
 """Of questions, which a healthy engine answers in milliseconds."""
 ADMIN_TIMEOUT_S = 15.0
@@ -128,6 +129,15 @@ class Route:
             raise EngineUnavailable(f"engine {self.url} {path} answers {name}={reply.get(name)!r}, expected {wanted!r}")
 
 
+async def context_of(route: Route) -> int | None:
+    """How many ids an engine's context holds; None = it does not say. Raises RouteMissing or EngineUnavailable."""
+    reply = await route.ask("GET", MODELS, timeout_s=PROBE_TIMEOUT_S)
+    cards = route.field(reply, "data", list, MODELS)
+    limits = [card.get("max_model_len") for card in cards if isinstance(card, dict)]
+    # Cards of adapters come after the model's and may name none.
+    return next((limit for limit in limits if isinstance(limit, int)), None)
+
+
 class Context:
     """How many ids an engine's context holds, asked once: some wires refuse a budget beyond it instead of cutting."""
 
@@ -138,13 +148,9 @@ class Context:
     async def budget(self, request: GenerateRequest) -> int:
         """How many ids to ask for: what fits. Raises ContextOverflow when nothing does."""
         if self._max_ids is None:
-            reply = await self._route.ask("GET", "/v1/models", timeout_s=PROBE_TIMEOUT_S)
-            cards = self._route.field(reply, "data", list, "/v1/models")
-            limits = [card.get("max_model_len") for card in cards if isinstance(card, dict)]
-            known = [limit for limit in limits if isinstance(limit, int)]
-            if not known:
-                raise EngineUnavailable(f"engine {self._route.url} /v1/models names no max_model_len")
-            self._max_ids = known[0]
+            self._max_ids = await context_of(self._route)
+        if self._max_ids is None:
+            raise EngineUnavailable(f"engine {self._route.url} {MODELS} names no max_model_len")
         num_prompt = len(request.prompt_ids)
         if num_prompt >= self._max_ids:
             raise ContextOverflow(

@@ -13,13 +13,13 @@ from workers.engine_reply import parse_sampled
 from workers.wires.base import (
     ADMIN_TIMEOUT_S,
     LOAD_TIMEOUT_S,
+    MODELS,
     PROBE_TIMEOUT_S,
     GenerateRequest,
     Route,
 )
 
 GENERATE = "/inference/v1/generate"
-MODELS = "/v1/models"
 LOAD_ADAPTER = "/v1/load_lora_adapter"
 UNLOAD_ADAPTER = "/v1/unload_lora_adapter"
 _SHOWN_CHARS = 300

@@ -16,7 +16,7 @@ from aiohttp import web
 from common.config import TINY_MODELS
 from common.errors import SetupError
 from deploy.engine_ask import MAX_ANSWER_BYTES, EngineKind
-from deploy.engine_probe import COMPLETIONS, GENERATE, NO_FOLDER, check_engine, normal_url, num_requests
+from deploy.engine_probe import COMPLETIONS, GENERATE, NO_FOLDER, check_engine, num_requests
 from deploy.engine_serve import wait_until_idle
 from deploy.ports import free_port
 
@@ -226,16 +226,24 @@ async def test_a_server_of_another_protocol_is_refused() -> None:
     server.close()
 
 
-@pytest.mark.parametrize(
-    "url", ["localhost:8000", "ftp://h:1", "http://", "http://h:1/v1", "http://h:port", "http://u@h"]
-)
-def test_what_is_no_address_is_refused(url: str) -> None:
-    with pytest.raises(SetupError, match="is no engine's address: give http://HOST:PORT"):
-        normal_url(url)
+async def test_a_context_shorter_than_the_run_needs_is_refused(stub: Stub) -> None:
+    def tell(context: int) -> None:
+        adapter = {"id": "adapter", "parent": "policy", "max_model_len": None}
+        stub.answers["/v1/models"] = (200, {"data": [{"id": "policy", "max_model_len": context}, adapter]})
 
-
-def test_a_trailing_slash_makes_no_second_engine() -> None:
-    assert normal_url("http://10.0.0.1:8000/") == "http://10.0.0.1:8000"
+    tell(60)
+    for max_row_tokens, words in (
+        (None, f"context of 60 ids and the run needs 512, the context of model {MODEL}: .* --max-model-len 512, or "),
+        (
+            61,
+            "context of 60 ids and the run needs 61, its rollout.max_row_tokens: .* set rollout.max_row_tokens to 60 ",
+        ),
+    ):
+        with pytest.raises(SetupError, match=f"^engine {stub.url} has a {words}"):
+            await check(stub, max_row_tokens=max_row_tokens)
+    assert await check(stub, max_row_tokens=60) is EngineKind.VLLM
+    tell(512)
+    assert await check(stub) is EngineKind.VLLM
 
 
 async def test_draining_waits_for_requests_and_gives_up_at_the_deadline(stub: Stub) -> None:

@@ -43,6 +43,8 @@ def published(policy: Policy, store: VersionStore, start: Path) -> PolicyVersion
         manifest_sha256=found.manifest_sha256,
         in_flight="keep",
         adapters_kept=1 if adapted else None,
+        model=start,
+        max_row_tokens=None,
     )
 
 
