@@ -48,10 +48,11 @@ $(ENGINE_VENV)/.engine: requirements-engine.lock
 
 engine: $(ENGINE_VENV)/.engine ## make the environment of the real engine: vLLM's CPU build
 
+# Read when make begins, so that the demo can tell what it took to install.
+demo: BEGUN := $(shell date +%s)
+demo: $(VENV)/.demo $(if $(findstring vllm,$(ENGINE) $(ARGS)),$(ENGINE_VENV)/.engine)
 demo: ## run the whole loop on this machine and watch it learn (ARGS="--help")
-	@begun=$$(date +%s); $(MAKE) -s $(VENV)/.demo && \
-	case "$(ENGINE) $(ARGS)" in *vllm*) $(MAKE) -s $(ENGINE_VENV)/.engine;; esac && \
-	exec $(BIN)/rollmill demo --setup-seconds $$(( $$(date +%s) - begun )) $(ARGS)
+	@exec $(BIN)/rollmill demo --setup-seconds $$(( $$(date +%s) - $(BEGUN) )) $(ARGS)
 
 dev: $(VENV)/.dev ## make the environment for work on rollmill
 

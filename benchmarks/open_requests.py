@@ -33,6 +33,7 @@ from common.episode import EngineState, Stage
 from common.errors import EpisodeError, SetupError
 from workers.engine_client import EngineClient
 from workers.engine_errors import EngineUnavailable
+from workers.engine_http import EngineHttp
 from workers.engine_pool import EnginePool
 from workers.garbage import collect_seldom
 from workers.open_files import raise_open_files
@@ -152,7 +153,9 @@ async def measure_way(way: str, url: str, *, often: bool) -> list[Measured]:
     numbers = QUEUED if way == "queued" else OPEN
     row = EngineRow(id=1, url=url, run_id=1, state=EngineState.SERVING, version=0)
     max_in_flight = PLACES if way == "queued" else max(OPEN) + TURNED_AT_ONCE
-    async with EngineClient(timeout_s=TIMEOUT_S) as client, aiohttp.ClientSession(url) as control:
+    # On a busy machine connections are late, too; what they take is in the figures.
+    http = EngineHttp(connect_timeout_s=TIMEOUT_S)
+    async with EngineClient(timeout_s=TIMEOUT_S, http=http) as client, aiohttp.ClientSession(url) as control:
         pool = EnginePool(client, lambda run_id: [row], wait_s=TIMEOUT_S, max_in_flight=max_in_flight)
         send = partial(through_client, client, url) if way == "client" else partial(through_pool, pool)
         watch = asyncio.create_task(pool.watch_pressure(every_s=0.1))

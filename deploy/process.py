@@ -20,6 +20,7 @@ from deploy.child import Identity
 
 TAIL_LINES = 12
 TAIL_BYTES = 32_768
+READ_BYTES = 1 << 20
 
 
 class Restart(StrEnum):
@@ -105,12 +106,27 @@ class Process:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self.pid, signal.SIGKILL)
 
-    def explain_end(self, exit_code: int) -> str:
-        """How it ended, in words, with what its log says of the cause."""
-        said = "\n".join(self._last_lines())
-        return " ".join(
-            [explain_exit(exit_code), *(cause for words, cause in self.spec.causes.items() if words in said)]
-        )
+    def explain_end(self, exit_code: int, *, killed_for: str | None = None) -> str:
+        """How it ended, in words, with what its log says of the cause.
+
+        `killed_for`: what it did to be killed by its supervisor; None = it was not.
+        """
+        if killed_for is None or exit_code != -signal.SIGKILL:
+            return " ".join([explain_exit(exit_code), *self._causes()])
+        return " ".join([killed_for, *self._causes()]) + ", and was killed"
+
+    def _causes(self) -> list[str]:
+        """What its log names, wherever: thousands of lines of tracebacks may follow."""
+        causes = {words.encode(): cause for words, cause in self.spec.causes.items()}
+        found: set[bytes] = set()
+        with self.log_file.open("rb") as log:
+            log.seek(self._log_start)
+            seen = b""
+            while len(found) < len(causes) and (read := log.read(READ_BYTES)):
+                # Words may begin at the end of what was read before.
+                seen = seen[-max(map(len, causes)) :] + read
+                found |= {words for words in causes if words in seen}
+        return [cause for words, cause in causes.items() if words in found]
 
     def log_tail(self) -> str:
         """The last lines that it wrote since its start, indented."""

@@ -99,6 +99,8 @@ class Unit:
         self.restart_at = 0.0
         self.start_s: float | None = None
         self.last_exit: str | None = None
+        self.killed_for: str | None = None
+        """What its process did to be killed by us; None = it was not."""
         self._asked_at = 0.0
         self._answered_at = 0.0
         """Both of time.monotonic, while it is UP."""
@@ -140,6 +142,12 @@ class Unit:
             self._answered_at = now
         self._asked_at = time.monotonic()
         return now - self._answered_at > spec.lost_after_s
+
+    def kill(self, what_it_did: str) -> None:
+        """End its process, which is started again."""
+        logger.warning("process=%s %s; killing it", self.spec.name, what_it_did)
+        self.killed_for = what_it_did
+        self.process.kill_group()
 
     def failure(self, what: str) -> SetupError:
         """The error that names the process, its log and the log's last lines."""
@@ -247,21 +255,20 @@ class Supervisor:
             if exit_code is not None:
                 self._note_end(unit, exit_code)
             elif unit.is_late():
-                logger.warning("process=%s was not ready in time; killing it", unit.spec.name)
-                unit.process.kill_group()
+                unit.kill(f"was not ready within {unit.spec.ready_timeout_s:g} s")
             elif unit.is_lost():
-                logger.warning("process=%s no longer answers; killing it", unit.spec.name)
-                unit.process.kill_group()
+                unit.kill(f"did not answer for {unit.spec.lost_after_s:g} s")
             else:
                 unit.check_ready()
         elif unit.state is State.WAITING and time.monotonic() >= unit.restart_at:
             unit.process = self._spawn(unit.spec)
             unit.restarts += 1
             unit.start_s = None
+            unit.killed_for = None
             unit.state = State.STARTING
 
     def _note_end(self, unit: Unit, exit_code: int) -> None:
-        unit.last_exit = unit.process.explain_end(exit_code)
+        unit.last_exit = unit.process.explain_end(exit_code, killed_for=unit.killed_for)
         # What it left behind may hold its port or its files, so that goes before a restart.
         self._end_adopted()
         remove_record(self.folder.run, unit.spec.name)

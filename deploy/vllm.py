@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import subprocess
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
@@ -27,7 +28,8 @@ STOP_TIMEOUT_S = 15.0
 LOST_AFTER_S = 20.0
 """A server whose engine process died ends by itself, unless a request hangs in it: then it is there, deaf, for ever."""
 DEATHS = {"engine core exited unexpectedly": "after its engine process had died"}
-"""The API server then ends by itself, with exit code 0. Which signal it was, it does not say."""
+"""The API server then ends by itself, with exit code 0, or is deaf. Which signal it was, it does not say."""
+API_SERVER_COUNT = "--api-server-count"
 CPU_CACHE_BYTES = 256 << 20
 """Without a number vLLM's CPU build takes nearly all memory, or fails when it is in use."""
 LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
@@ -112,7 +114,8 @@ def find_build(python: Path) -> Build:
 
 
 def vllm_spec(plan: VllmPlan, *, name: str = "engine") -> ProcessSpec:
-    """The process. Its admin routes know no password: they are for loopback only."""
+    """The process. Its admin routes know no password: they are for loopback only. Raises SetupError."""
+    _require_one_api_server(plan.extra)
     build = find_build(plan.python)
     return ProcessSpec(
         name=name,
@@ -131,6 +134,21 @@ def vllm_spec(plan: VllmPlan, *, name: str = "engine") -> ProcessSpec:
         death_signal=Signals.SIGTERM,
         causes=DEATHS,
     )
+
+
+def _require_one_api_server(extra: Sequence[str]) -> None:
+    """Raise SetupError for arguments that ask for more: each would have a fence of its own, which knows its claims."""
+    for number, argument in enumerate(extra, start=1):
+        flag, has_value, value = argument.partition("=")
+        # vLLM takes underscores, and beginnings that are nobody else's.
+        flag = flag.replace("_", "-")
+        if flag != "-asc" and not (API_SERVER_COUNT.startswith(flag) and len(flag) > len("--api-")):
+            continue
+        if (count := value if has_value else "".join(extra[number : number + 1])) != "1":
+            raise SetupError(
+                f"{API_SERVER_COUNT} {count}: an engine has one API server process, since only one can refuse the late "
+                "requests of a keeper that lost it: start more engines instead"
+            )
 
 
 def _command(plan: VllmPlan) -> list[str]:

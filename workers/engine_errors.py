@@ -13,6 +13,10 @@ class EngineUnavailable(EngineError):
     """It can't be reached, is too slow, or is broken: no token was kept, and another engine may do it."""
 
 
+class NotUpYet(EngineUnavailable):
+    """It has not answered since it was registered: it may still be starting."""
+
+
 class Unversioned(EngineUnavailable):
     """It serves weights that are not a version of this run, so its tokens can't be trained on."""
 
@@ -26,7 +30,7 @@ class ContextTooSmall(EngineError):
 
 
 class Superseded(EngineError):
-    """It has taken a newer claim, so whoever asks has lost it: nothing was done, and nothing is left to do."""
+    """It has taken a newer claim, or this one ended with its resume: nothing was done, and nothing is left to do."""
 
 
 class ContextOverflow(EngineError):

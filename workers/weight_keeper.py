@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from dataclasses import replace
 from pathlib import Path
 
 from common.context import needed_context
@@ -21,7 +22,14 @@ from common.weight_cache import WeightCache
 from common.weights import LOADING, WeightsDamaged, WeightsError, parse_version_name, version_name
 from workers import adapters
 from workers.engine_client import EngineClient
-from workers.engine_errors import ContextTooSmall, EngineError, LoadRefused, Superseded
+from workers.engine_errors import (
+    ContextTooSmall,
+    EngineError,
+    EngineUnavailable,
+    LoadRefused,
+    NotUpYet,
+    Superseded,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -108,6 +116,7 @@ class WeightKeeper:
             while True:
                 heard = self._num_announced
                 loaded = await self._bring_up_to_date(engine)
+                engine = replace(engine, answered=True)
                 # A version announced in the meantime may have come too late for this look at the database.
                 if not loaded and heard == self._num_announced:
                     break
@@ -129,7 +138,7 @@ class WeightKeeper:
 
     async def _bring_up_to_date(self, engine: EngineRow) -> bool:
         """Make the engine serve the version that its run wants; True if it was loaded, and so may be outdated again."""
-        await self._client.check_health(engine.url)
+        await self._check_health(engine)
         name = await self._client.weight_version(engine.url)
         paused = await self._client.is_paused(engine.url)
         target = await asyncio.to_thread(self._wanted, engine.run_id)
@@ -166,6 +175,14 @@ class WeightKeeper:
         needed = await asyncio.to_thread(needed_context, target.model, target.max_row_tokens)
         if needed is not None and (lack := needed.lack(await self._client.context(engine.url))):
             raise ContextTooSmall(f"engine {engine.url} {lack}")
+
+    async def _check_health(self, engine: EngineRow) -> None:
+        try:
+            await self._client.check_health(engine.url)
+        except EngineUnavailable as error:
+            if engine.answered:
+                raise
+            raise NotUpYet(str(error)) from error
 
     async def _bring_adapter(self, engine: EngineRow, target: PolicyVersion, *, base: str) -> bool:
         """The same for a run that trains an adapter."""
@@ -252,7 +269,10 @@ class WeightKeeper:
 
     async def _failed(self, engine: EngineRow, error: Exception, *, quarantine_after: int, known: bool) -> None:
         """`known`: whether the engine still serves what the database says."""
-        self._report(engine.id, f"weights not loaded engine={engine.url}: {error}")
+        if isinstance(error, NotUpYet):
+            self._report(engine.id, f"engine does not answer yet engine={engine.url}", level=logging.WARNING)
+        else:
+            self._report(engine.id, f"weights not loaded engine={engine.url}: {error}")
         try:
             lag = await asyncio.to_thread(self._store_failure, engine, error, quarantine_after, known)
         except DatabaseUnavailable:
@@ -266,11 +286,11 @@ class WeightKeeper:
                 ("lag", engine.id), f"engine gets no new work, it is too far behind engine={engine.url} {behind}"
             )
 
-    def _report(self, key: object, trouble: str | None) -> None:
-        """Log an ERROR when the trouble changes, once, and when it is over. Key None is the database's."""
+    def _report(self, key: object, trouble: str | None, *, level: int = logging.ERROR) -> None:
+        """Log when the trouble changes, once, and when it is over. Key None is the database's."""
         before = self._troubles.get(key)
         if trouble is not None and trouble != before:
-            logger.error("%s", trouble)
+            logger.log(level, "%s", trouble)
             self._troubles[key] = trouble
         elif trouble is None and before is not None:
             logger.warning("over: %s", before)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from sqlalchemy import Connection, Row, text
@@ -20,6 +20,8 @@ class EngineRow:
     state: EngineState
     version: int | None
     """Policy version that it serves; None = not yet loaded, or not known."""
+    answered: bool = True
+    """Since it was registered last, and well."""
     newest: int | None = None
     """The newest version of its run, where it was asked for; None = none is published."""
 
@@ -39,7 +41,7 @@ class EngineStatus:
     wire: str | None
     """The language in which it answers; None = it has not answered its keeper."""
     healthy_s: float | None
-    """Seconds since it last answered its keeper; None = never."""
+    """Seconds since it last answered its keeper; None = never since it was registered last."""
     error: str | None
     """Of the last probe or load that failed, until one succeeds."""
     num_loads: int
@@ -60,7 +62,7 @@ class Lag:
 
 WEIGHTS_RETRY_S = 1.0
 """How long after a version could not be had it is asked for again."""
-_COLUMNS = "id, url, run_id, state, version"
+_COLUMNS = "id, url, run_id, state, version, healthy_at IS NOT NULL AS answered"
 _NEWEST = "(SELECT max(v.number) FROM policy_version v WHERE v.run_id = e.run_id) AS newest"
 _LAG = f"""version, {_NEWEST}, (
     SELECT CAST(r.config #>> '{{train,max_staleness}}' AS int) FROM run r WHERE r.id = e.run_id
@@ -75,7 +77,7 @@ def register(conn: Connection, url: str, *, run_id: int) -> None:
             INSERT INTO engine (url, run_id) VALUES (:url, :run_id)
             ON CONFLICT (url) DO UPDATE
                SET run_id = excluded.run_id, state = 'SERVING', version = NULL, loading = NULL, failures = 0,
-                   retry_at = NULL, wire = NULL
+                   retry_at = NULL, wire = NULL, healthy_at = NULL, error = NULL
             """
         ),
         {"url": url, "run_id": run_id},
@@ -303,7 +305,7 @@ def serving(conn: Connection, run_id: int) -> list[EngineRow]:
         ),
         {"run_id": run_id},
     )
-    return [replace(_row(row), newest=row.newest) for row in rows]
+    return [_row(row) for row in rows]
 
 
 def live_version(conn: Connection, run_id: int) -> int | None:
@@ -328,7 +330,7 @@ def trouble(conn: Connection, run_id: int) -> str | None:
 
 
 def _row(row: Row[Any]) -> EngineRow:
-    return EngineRow(id=row.id, url=row.url, run_id=row.run_id, state=EngineState(row.state), version=row.version)
+    return EngineRow(**{**row._mapping, "state": EngineState(row.state)})
 
 
 def _lag(row: Row[Any] | None) -> Lag | None:

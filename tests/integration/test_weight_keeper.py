@@ -462,6 +462,29 @@ async def test_engines_are_loaded_side_by_side(scene: Scene, engine: ScriptedEng
     await other.stop()
 
 
+async def test_an_engine_that_is_still_starting_has_not_failed(
+    scene: Scene, engine: ScriptedEngine, caplog: pytest.LogCaptureFixture
+) -> None:
+    """At the address of one that failed before; what it does later is a failure."""
+    scene.publish(0)
+    async with scene.keeping("one", lease_s=1):
+        await scene.until_serving(engine, 0)
+        await engine.stop()
+        await until(lambda: scene.stored(engine).num_failures == 1)
+    assert f"weights not loaded engine={engine.url}" in caplog.text
+    caplog.clear()
+    scene.register(engine)
+    assert scene.stored(engine).error is None
+    async with scene.keeping("another", lease_s=1):
+        await until(lambda: scene.stored(engine).failures >= 2)
+        await engine.restart()
+        await scene.until_serving(engine, 0)
+        assert scene.stored(engine).num_failures == 1
+    said = [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
+    assert f"engine does not answer yet engine={engine.url}" in said
+    assert not [record for record in caplog.records if record.levelno >= logging.ERROR]
+
+
 async def test_an_engine_may_be_moved_to_another_run(scene: Scene, engine: ScriptedEngine) -> None:
     scene.publish(0)
     async with scene.keeping():

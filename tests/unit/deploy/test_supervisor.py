@@ -16,7 +16,7 @@ import pytest
 from common.errors import SetupError
 from deploy.folder import DataFolder
 from deploy.leftovers import end_leftovers, mark_of
-from deploy.process import ProcessSpec, Restart
+from deploy.process import READ_BYTES, Process, ProcessSpec, Restart
 from deploy.procfs import boot_id, read_stat
 from deploy.supervisor import CrashPolicy, State, StopRequested, Supervisor
 
@@ -101,6 +101,47 @@ def test_an_exit_code_that_hides_the_cause_is_told_with_what_the_log_says(folder
         supervisor.launch(python("server", code, causes=causes))
         poll_until(supervisor, lambda: supervisor.statuses()[0].last_exit is not None)
         assert supervisor.statuses()[0].last_exit == "ended with exit code 0 after its engine had died"
+
+
+# A program whose engine dies with requests in it: it says so, then a traceback for each of them, and is deaf.
+DEAF = """
+import sys, time
+print("INFO the engine has died")
+for number in range(20_000):
+    print(f"ERROR request {number}: a line of a traceback, which is longer than what it says")
+open(sys.argv[1], "w").close()
+sys.stdout.flush()
+time.sleep(600)
+"""
+
+
+def test_the_cause_is_found_before_all_that_followed_it_and_a_kill_of_ours_is_told_as_ours(
+    folder: DataFolder, tmp_path: Path
+) -> None:
+    deaf = tmp_path / "deaf"
+    works = [True]
+    causes = {"engine has died": "after its engine had died", "the moon": "for the moon"}
+    spec = python("server", DEAF, deaf, ready=lambda: works.pop() if works else False, lost_after_s=0.2, causes=causes)
+    with Supervisor(folder, crash_policy=CrashPolicy(soon_s=0.0, backoff_s=600)) as supervisor:
+        supervisor.launch(spec)
+        poll_until(supervisor, deaf.exists, timeout_s=60)
+        poll_until(supervisor, lambda: supervisor.statuses()[0].state is State.WAITING, timeout_s=60)
+        assert folder.log_file("server").stat().st_size > 1 << 20
+        said = supervisor.statuses()[0].last_exit
+    assert said == "did not answer for 0.2 s after its engine had died, and was killed"
+
+
+@pytest.mark.parametrize("num_before", [0, READ_BYTES - 10, READ_BYTES + 1])
+def test_words_are_found_wherever_the_log_is_cut_and_not_before_its_start(folder: DataFolder, num_before: int) -> None:
+    code = f"import sys; sys.stdout.write('x' * {num_before} + 'engine has died' + 'y' * 100_000); sys.exit(3)"
+    folder.log_file("server").write_text("the moon\n")
+    causes = {"the moon": "for the moon", "engine has died": "after its engine had died"}
+    process = Process(python("server", code, causes=causes), log_file=folder.log_file("server"), mark="TEST=1")
+    deadline = time.monotonic() + 60
+    while (exit_code := process.exit_code()) is None:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    assert process.explain_end(exit_code) == "ended with exit code 3 after its engine had died"
 
 
 def test_a_process_that_has_finished_is_left_alone(folder: DataFolder) -> None:
@@ -194,7 +235,7 @@ def test_a_process_that_no_longer_answers_is_killed_and_started_again(folder: Da
         works.unlink()
         poll_until(supervisor, lambda: supervisor.statuses()[1].restarts == 1)
         assert not lives(server)
-        assert supervisor.statuses()[1].last_exit == "was killed by SIGKILL"
+        assert supervisor.statuses()[1].last_exit == "did not answer for 0.5 s, and was killed"
         assert supervisor.statuses()[1].state is State.STARTING
         works.touch()
         poll_until(supervisor, lambda: supervisor.statuses()[1].state is State.UP)

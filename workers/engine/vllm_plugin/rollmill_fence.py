@@ -24,8 +24,11 @@ UNDER_AN_OPEN_CLAIM = frozenset(
         "/finish_weight_update",
     }
 )
-"""A claim is open from its pause on, and in the server that was paused only: one started anew knows nothing of it."""
+"""A claim is open from its pause to its resume, and in the server that was paused only: one started anew knows nothing
+of it."""
 REFUSED = 409
+BAD_REQUEST = 400
+MAX_DIGITS = 30
 
 Message = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[Message]]
@@ -39,20 +42,26 @@ class Fence:
     def __init__(self, app: App) -> None:
         self._app = app
         self._newest = 0
+        self._closed = False
+        """Whether the newest has had its resume, or began with it: nothing more is done under it."""
 
     async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
-        claim = _claim(scope)
-        if claim is None:
+        given = _claim(scope)
+        if given is None:
             await self._app(scope, receive, send)
             return
         # Whole before it is judged: the rest of a request may be as late as all of it.
         request = await _whole(receive)
         if request is None:
             return
-        if refusal := self._refusal(scope["path"], claim):
-            await _refuse(send, refusal)
+        if not (given.isascii() and given.isdecimal() and len(given) <= MAX_DIGITS):
+            await _answer(send, BAD_REQUEST, "BadRequest", f"claim={given[:MAX_DIGITS]!r} is no whole number")
             return
-        self._newest = claim
+        path, claim = scope["path"], int(given)
+        if refusal := self._refusal(path, claim):
+            await _answer(send, REFUSED, "Superseded", refusal)
+            return
+        self._newest, self._closed = claim, path == CLOSES
         await self._app(scope, _again(request, receive), send)
 
     def _refusal(self, path: str, claim: int) -> str | None:
@@ -60,15 +69,17 @@ class Fence:
             return f"{path} comes too late: claim {claim} is older than {self._newest}"
         if claim > self._newest and path in UNDER_AN_OPEN_CLAIM:
             return f"{path} without a pause: claim {claim} was not opened in this server"
+        if claim == self._newest and self._closed and path != CLOSES:
+            return f"{path} comes too late: claim {claim} ended with its resume"
         return None
 
 
-def _claim(scope: Message) -> int | None:
-    """Of a request that the fence is for; None = it passes. A claim that is no number is an error of its sender."""
+def _claim(scope: Message) -> str | None:
+    """Of a request that the fence is for, as it was given; None = it passes."""
     if scope["type"] != "http" or scope["path"] not in {OPENS, CLOSES, *UNDER_AN_OPEN_CLAIM}:
         return None
-    given = parse_qs(scope["query_string"].decode("latin-1")).get(CLAIM)
-    return int(given[-1]) if given else None
+    given = parse_qs(scope["query_string"].decode("latin-1"), keep_blank_values=True).get(CLAIM)
+    return given[-1] if given else None
 
 
 async def _whole(receive: Receive) -> Message | None:
@@ -93,8 +104,8 @@ def _again(request: Message, receive: Receive) -> Receive:
     return give
 
 
-async def _refuse(send: Send, why: str) -> None:
-    body = json.dumps({"error": {"message": why, "type": "Superseded", "code": REFUSED}}).encode()
+async def _answer(send: Send, status: int, kind: str, why: str) -> None:
+    body = json.dumps({"error": {"message": why, "type": kind, "code": status}}).encode()
     headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
-    await send({"type": "http.response.start", "status": REFUSED, "headers": headers})
+    await send({"type": "http.response.start", "status": status, "headers": headers})
     await send({"type": "http.response.body", "body": body})
