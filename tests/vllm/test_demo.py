@@ -11,6 +11,8 @@ import pytest
 from benchmarks.demo_process import DemoProcess, shortfalls
 from tests.demo_processes import processes_of
 
+pytestmark = pytest.mark.long
+
 NUM_VERSIONS = 6
 START_TIMEOUT_S = 240
 TRAIN_TIMEOUT_S = 300

@@ -24,6 +24,8 @@ from tests.vllm.serving import RUN, serving
 from workers.engine_client import EngineClient
 from workers.weight_keeper import WeightKeeper
 
+pytestmark = pytest.mark.long
+
 NAME = "/update_weight_version"
 STEPS = (
     ("/health", ""),

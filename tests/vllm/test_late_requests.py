@@ -19,6 +19,8 @@ from tests.vllm.playing import Trainee, judge, playing
 from tests.vllm.serving import RUN, serving
 from workers.engine_client import EngineClient
 
+pytestmark = pytest.mark.long
+
 NAME = "/update_weight_version"
 LOAD = "/collective_rpc"
 WITHIN_S = 60.0

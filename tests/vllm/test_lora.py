@@ -37,6 +37,8 @@ from workers.engine_reply import parse_sampled
 from workers.weight_keeper import WeightKeeper
 from workers.wires.vllm import GENERATE
 
+pytestmark = pytest.mark.long
+
 MAX_DLOGPROB = 1e-4
 IN_FLIGHT = 16
 NUM_VERSIONS = 10

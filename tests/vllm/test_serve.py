@@ -31,6 +31,8 @@ from trainer.modelling import load_model
 from workers.engine_client import EngineClient
 from workers.weight_keeper import WeightKeeper
 
+pytestmark = pytest.mark.long
+
 
 @pytest.fixture
 def service(
