@@ -1,7 +1,7 @@
 """Tests of an agent's files, and what came of them. `Judge` runs them; a handler makes a score of the report.
 
 Where the expected value stays out here (Call, Program), the code under test can only pass by giving it. An InProcess
-test shares its interpreter with that code, which can lie: canaries show a lie that is told to every test alike.
+test shares its interpreter with that code, which can lie: canaries, one of each function, show most lies.
 """
 
 from __future__ import annotations

@@ -58,3 +58,15 @@ def test_nothing_to_test_is_refused() -> None:
         InProcess(source="def wrong(): pass", functions=(), canary="wrong")
     with pytest.raises(ValueError, match="the tests' source is no Python"):
         InProcess(source="def wrong(:", functions=("a",), canary="wrong")
+
+
+@pytest.mark.parametrize(("num", "num_canaries"), [(1, 3), (2, 3), (5, 5)])
+def test_each_function_has_a_canary_and_a_few_have_several(num: int, num_canaries: int) -> None:
+    names = tuple(f"test_{number}" for number in range(num))
+    source = "".join(f"def {name}(): pass\n" for name in (*names, "wrong"))
+    cases = cases_of([InProcess(source=source, functions=names, canary="wrong")])
+    assert [case.name for case in cases if not case.is_canary] == list(names)
+    own, *made = [case for case in cases if case.is_canary]
+    assert (own.given["function"], len(made)) == ("wrong", num_canaries)
+    assert {case.given["function"] for case in made} == set(names)
+    assert all("raise AssertionError" in str(case.given["source"]) for case in made)
