@@ -13,6 +13,7 @@ from typing import Literal, Self
 from pydantic import Field, field_validator, model_validator
 
 from common.config_section import Section
+from common.public_address import is_public
 from common.storable import MAX_COUNT
 
 NetworkMode = Literal["none", "loopback", "proxy"]
@@ -103,5 +104,5 @@ class NetworkConfig(Section):
         return [
             entry
             for entry, destination in zip(self.allow, self.destinations, strict=True)
-            if destination.address is not None and not destination.address.is_global and destination not in known
+            if destination.address is not None and not is_public(str(destination.address)) and destination not in known
         ]

@@ -89,8 +89,9 @@ class Settings(BaseSettings):
     sandbox: Annotated[
         Literal["auto", "bubblewrap", "docker", "apptainer", "subprocess"], BeforeValidator(by_its_name)
     ] = "auto"
-    """Where agents' commands run, unless their run or task says otherwise. `auto` = bubblewrap where it works, else
-    `subprocess`, which has no walls and warns; the other names are for that kind and no other."""
+    """Where agents' commands run, unless their run or task says otherwise. `auto` = docker where an image is
+    named, else bubblewrap where it works, else `subprocess`, which has no walls and warns; the other names are for that
+    kind and no other."""
     sandbox_image: str | None = None
     """Image of `docker` or `apptainer` for tasks and runs that name none. It needs bash and python3."""
     sandbox_pull: Literal["missing", "always", "never"] = "missing"

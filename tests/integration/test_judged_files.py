@@ -130,13 +130,14 @@ class Stages:
         stack.callback(lambda: self._on_loop(client.close()))
         judging = Judging(self._world.database, lambda: backend)
         stack.callback(judging.close)
-        init = Init(self._world.database, handler=handler, backend=backend)
+        init = Init(self._world.database, handler=handler, backend=backend, node=settings.node)
         play = Run(
             database=self._world.database,
             engines=EnginePool(client, self._engines_of, wait_s=settings.engine_wait_s),
             handler=handler,
             renderer=lambda config: self._renderer,
             backend=backend,
+            node=settings.node,
         )
         evaluate = Eval(handler=handler, judging=judging)
         threads = StageThreads("stage")

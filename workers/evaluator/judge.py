@@ -11,17 +11,17 @@ import base64
 import json
 import secrets
 import time
-from collections.abc import Coroutine, Mapping, Sequence
+from collections.abc import Collection, Coroutine, Mapping, Sequence
 from concurrent.futures import wait
 from dataclasses import dataclass, field
 from functools import cache
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any, Protocol, TypeVar
 
 from workers.evaluator import runner
+from workers.evaluator.cases import Case, cases_of
 from workers.evaluator.submission import Submission, is_plain
 from workers.evaluator.suite import (
-    MAX_INPUT_BYTES,
     Call,
     Fault,
     InProcess,
@@ -29,8 +29,6 @@ from workers.evaluator.suite import (
     Report,
     Result,
     Test,
-    ending_badly,
-    plainly,
     same,
 )
 from workers.run_loop import RunLoop
@@ -44,6 +42,8 @@ LOOK_EVERY_S = 0.1
 """How soon work that was told to stop sees it."""
 END_S = 10.0
 """How long the sandbox's end may take then."""
+MAX_PART_BYTES = 255
+"""Of a name in a folder: more no usual file system takes."""
 
 
 class Judge(Protocol):
@@ -58,20 +58,10 @@ class Judge(Protocol):
         """Test the agent's files in a fresh sandbox. Blocks.
 
         `files`: the tests' own, relative path -> text; they win over the agent's. `timeout_s`: of one test. Tests for
-        which EVAL has no time left fail. Raises EpisodeError when the sandbox fails, ValueError for wrong tests.
+        which EVAL has no time left fail. Raises EpisodeError when the sandbox fails, and ValueError for tests that no
+        solution could pass: none at all, a program that is not there, an expected value beyond the limits.
         """
         ...
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Case:
-    """One process of a test."""
-
-    name: str
-    given: Mapping[str, object]
-    """What the runner is told; {} = it is a Program."""
-    test: Call | Program | InProcess
-    is_canary: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,9 +81,8 @@ class SandboxJudge:
 
     def run(self, tests: Sequence[Test], *, files: Mapping[str, str] | None = None, timeout_s: float = 10.0) -> Report:
         own = {name: text.encode() for name, text in (files or {}).items()}
-        if wrong := [name for name in own if not is_plain(name)]:
-            raise ValueError(f"file name {wrong[0]!r}: must be a plain relative path without ..")
-        cases = _cases(tests)
+        _check_names(own)
+        cases = cases_of(tests, self.limits)
         return self._wait(self._run(cases, _placed(self.submission.files, own), timeout_s))
 
     def _wait(self, coroutine: Coroutine[Any, Any, T]) -> T:
@@ -107,7 +96,7 @@ class SandboxJudge:
                 wait([work], END_S)
         return work.result()
 
-    async def _run(self, cases: Sequence[_Case], files: Mapping[str, str], timeout_s: float) -> Report:
+    async def _run(self, cases: Sequence[Case], files: Mapping[str, str], timeout_s: float) -> Report:
         results: dict[str, Result] = {}
         await asyncio.to_thread(self.backend.create, self.handle, {}, self.spec)
         try:
@@ -125,12 +114,12 @@ class SandboxJudge:
             passed_canaries=tuple(c.name for c in cases if c.is_canary and results[c.name].fault is None),
         )
 
-    async def _result(self, session: SandboxSession, case: _Case, files: Mapping[str, str], timeout_s: float) -> Result:
+    async def _result(self, session: SandboxSession, case: Case, files: Mapping[str, str], timeout_s: float) -> Result:
         left_s = min(timeout_s, self.deadline - time.monotonic())
         if left_s <= 0:
             return Result(name=case.name, fault=Fault.TIME, detail="there was no time left for it")
         folder = secrets.token_hex(16)
-        given = {"folder": folder, "folders": ["agent", "tests"], "files": files}
+        given = {"folder": folder, "folders": ["agent", "tests", "home"], "files": files}
         header, _ = await session.call(self._call("put", given, PUT_TIMEOUT_S))
         if header.get("error") is not None:
             # A disk that earlier tests filled, a folder that they closed.
@@ -158,6 +147,7 @@ class SandboxJudge:
     ) -> ExecResult:
         given = {
             "cwd": f"{folder}/agent",
+            "home": f"{folder}/home",
             "argv": list(argv),
             "input": base64.b64encode(told.encode()).decode(),
             "joins_errors": joins_errors,
@@ -165,7 +155,11 @@ class SandboxJudge:
             "kept_bytes": self.limits.kept_bytes,
             "written_bytes": self.limits.written_bytes,
         }
-        return result_of(*await session.call(self._call("start", given, timeout_s)))
+        header, output = await session.call(self._call("start", given, timeout_s))
+        if header.get("missing") is not None:
+            # Looked for where no agent can write.
+            raise ValueError(f"the sandbox has no program {argv[0]!r:.200}, with which a test begins")
+        return result_of(header, output)
 
     def _call(self, name: str, given: Mapping[str, object], timeout_s: float) -> ServerCall:
         return ServerCall(
@@ -176,40 +170,14 @@ class SandboxJudge:
         )
 
 
-def _cases(tests: Sequence[Test]) -> list[_Case]:
-    """The processes of the tests and their canaries. Raises ValueError."""
-    cases: list[_Case] = []
-    for test in tests:
-        match test:
-            case Program(name=name):
-                cases.append(_Case(name=name, given={}, test=test))
-            case Call(name=name):
-                told = {"module": test.module, "function": test.function, "arguments": list(test.arguments)}
-                cases.append(_Case(name=name, given=told, test=test))
-            case InProcess():
-                cases += _in_process(test)
-    for found in cases:
-        told_text = found.test.input if isinstance(found.test, Program) else json.dumps(found.given)
-        if len(told_text.encode()) > MAX_INPUT_BYTES:
-            raise ValueError(f"test {found.name}: more than {MAX_INPUT_BYTES} bytes; put them into a file of the tests")
-    if len({found.name for found in cases}) < len(cases):
-        raise ValueError(f"two tests have the same name: {sorted(found.name for found in cases)}")
-    return cases
-
-
-def _in_process(test: InProcess) -> list[_Case]:
-    source = plainly(test.source)
-    cases = [
-        _Case(name=function, given={"source": source, "function": function}, test=test) for function in test.functions
-    ]
-    told = {"source": source, "function": test.canary}
-    cases.append(_Case(name=f"canary {test.canary}", given=told, test=test, is_canary=True))
-    if test.functions:
-        # To the code under test it is one of the tests, until that test is over.
-        function = secrets.choice(test.functions)
-        told = {"source": ending_badly(test.source, function), "function": function}
-        cases.append(_Case(name=f"canary of {function}", given=told, test=test, is_canary=True))
-    return cases
+def _check_names(own: Collection[str]) -> None:
+    """Raises ValueError for the tests' own files that can't be made."""
+    for name in own:
+        if not is_plain(name) or any(len(part.encode()) > MAX_PART_BYTES for part in name.split("/")):
+            raise ValueError(f"file name {name!r:.300}: must be a plain relative path without .., of short names")
+        above = [str(folder) for folder in PurePosixPath(name).parents if str(folder) in own]
+        if above:
+            raise ValueError(f"files {above[0]!r:.300} and {name!r:.300}: the first can't be a folder too")
 
 
 def _placed(agents: Mapping[str, bytes], own: Mapping[str, bytes]) -> dict[str, str]:

@@ -18,8 +18,17 @@ MAX_TOTAL_BYTES = 8 << 20
 MAX_NUM_FILES = 1000
 MAX_NAME_BYTES = 4096
 STEERING = (
-    *("**/conftest.py", "**/sitecustomize.py", "**/usercustomize.py", "**/pytest.ini", "**/.pytest.ini", "**/tox.ini"),
-    *("**/setup.cfg", "**/pyproject.toml", "**/*.pth", "**/*.pyc", "**/*.pyo", "**/__pycache__/**", "**/.*/**"),
+    *("**/conftest.py", "**/sitecustomize.py", "**/usercustomize.py", "**/pytest.ini", "**/pytest.toml", "**/tox.ini"),
+    *(
+        "**/setup.cfg",
+        "**/pyproject.toml",
+        "**/*.pth",
+        "**/*.pyc",
+        "**/*.pyo",
+        "**/__pycache__/**",
+        "**/.*",
+        "**/.*/**",
+    ),
 )
 """Files by which a test runner, an interpreter or git are told what to do: none of them is a solution."""
 
@@ -27,7 +36,8 @@ STEERING = (
 class FileRules(Frozen):
     """Which files of the sandbox are the agent's answer. Patterns know `*`, `?` and, for any folders, `**/`.
 
-    Raises ValueError for limits beyond MAX_TOTAL_BYTES and MAX_NUM_FILES: Postgres keeps what is handed in.
+    Raises ValueError for patterns that match nothing, and for limits beyond MAX_TOTAL_BYTES and MAX_NUM_FILES: Postgres
+    keeps what is handed in.
     """
 
     wanted: tuple[str, ...]
@@ -39,7 +49,16 @@ class FileRules(Frozen):
     num_files: int = 200
 
     def model_post_init(self, context: object) -> None:
-        """See that it can be kept."""
+        """See that it can be kept, and that patterns can match."""
+        for pattern in (*self.wanted, *self.refused):
+            if not is_plain(pattern) or any(sign in pattern for sign in "[]{}"):
+                raise ValueError(
+                    f"pattern {pattern!r} matches nothing: it must be a plain relative path, with *, ? and **/ only"
+                )
+        if not self.wanted:
+            raise ValueError("wanted is empty: no file would be taken")
+        if self.file_bytes < 1:
+            raise ValueError(f"file_bytes={self.file_bytes} must be positive")
         if not 0 < self.total_bytes <= MAX_TOTAL_BYTES or not 0 < self.num_files <= MAX_NUM_FILES:
             raise ValueError(
                 f"total_bytes={self.total_bytes} and num_files={self.num_files} must be positive, and at most "

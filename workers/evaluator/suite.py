@@ -1,7 +1,7 @@
 """Tests of an agent's files, and what came of them. `Judge` runs them; a handler makes a score of the report.
 
 Where the expected value stays out here (Call, Program), the code under test can only pass by giving it. An InProcess
-test shares its interpreter with that code, which can lie: canaries show a lie that is told to every test alike.
+test shares its interpreter with that code, which can lie: canaries, one of each function, show most lies.
 """
 
 from __future__ import annotations
@@ -30,7 +30,8 @@ class Call:
     function: str
     arguments: tuple[JsonValue, ...]
     expected: JsonValue
-    """Never enters the sandbox. Numbers with a fraction are compared to nine digits."""
+    """Never enters the sandbox. Numbers with a fraction are compared to nine digits, however small they are; where 0 is
+    expected, what rounding leaves of it (1e-12) will do."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,7 +50,7 @@ class Program:
 class InProcess:
     """Functions without arguments in Python, which pass if they return None. Each is run in a process of its own.
 
-    Raises ValueError when the source lacks one of them.
+    Raises ValueError when the source lacks one of them, or there are none.
     """
 
     source: str
@@ -59,9 +60,15 @@ class InProcess:
     """A function that no honest solution passes: a call with a wrong expectation. If it passes, the agent tampered."""
 
     def __post_init__(self) -> None:
-        there = {node.name for node in ast.parse(self.source).body if isinstance(node, ast.FunctionDef)}
+        try:
+            body = ast.parse(self.source).body
+        except SyntaxError as error:
+            raise ValueError(f"the tests' source is no Python: {error}") from None
+        there = {node.name for node in body if isinstance(node, ast.FunctionDef)}
         if missing := {*self.functions, self.canary} - there:
             raise ValueError(f"the tests' source has no function {', '.join(sorted(missing))}")
+        if not self.functions:
+            raise ValueError(f"functions is empty: canary {self.canary} alone tests nothing")
 
 
 Test = Call | Program | InProcess
@@ -125,7 +132,7 @@ class Report:
 
 
 def same(given: object, expected: object, *, depth: int = 0) -> bool:
-    """Whether two JSON values are equal, of equal types too: True is not 1. Numbers with a fraction to nine digits."""
+    """Whether two JSON values are equal, of equal types too: True is not 1. Floats as `Call.expected` says."""
     if depth > MAX_DEPTH:
         return False
     if isinstance(given, bool) or isinstance(expected, bool):
@@ -146,7 +153,7 @@ def same(given: object, expected: object, *, depth: int = 0) -> bool:
 
 def _close(given: float, expected: float) -> bool:
     try:
-        return math.isclose(given, expected, rel_tol=1e-9, abs_tol=1e-12)
+        return math.isclose(given, expected, rel_tol=1e-9, abs_tol=1e-12 if expected == 0 else 0.0)
     except OverflowError:
         return False
 

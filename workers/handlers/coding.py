@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
+from typing import Self
 
-from pydantic import BaseModel, ConfigDict, JsonValue
+from pydantic import BaseModel, ConfigDict, JsonValue, model_validator
 
 from common.episode import Message, ToolCall
+from workers.evaluator.cases import cases_of
 from workers.evaluator.judge import Judge
 from workers.evaluator.submission import FileRules
 from workers.evaluator.suite import Call, InProcess, Test
@@ -44,7 +46,7 @@ class Checks(BaseModel):
 
 
 class Payload(BaseModel):
-    """One task of this kind; a data set may carry more keys."""
+    """One task of this kind; a data set may carry more keys. Raises ValueError without tests that can be passed."""
 
     model_config = ConfigDict(frozen=True)
 
@@ -53,6 +55,13 @@ class Payload(BaseModel):
     checks: Checks | None = None
     files: dict[str, str] = {}
     """What the agent finds in its sandbox: relative path -> text."""
+
+    @model_validator(mode="after")
+    def _can_be_judged(self) -> Self:
+        if not self.cases and self.checks is None:
+            raise ValueError("a task needs at least one test: cases, or checks with functions")
+        cases_of(_tests(self))
+        return self
 
 
 class Coding:

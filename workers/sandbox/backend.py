@@ -101,6 +101,8 @@ class NodeBackend:
         """The kind where nobody names one."""
 
     def _usual(self) -> SandboxKind:
+        if self._settings.sandbox_image is not None:
+            return "docker"
         trouble = self._trouble()
         if trouble is None:
             return "bubblewrap"

@@ -1,6 +1,6 @@
 """`python -m workers.sandbox.doctor`: which sandboxes work on this node, what keeps commands in, what is missing.
 
-Exit code 0 = commands of agents get walls here as the settings are, 1 = they do not.
+Exit code 0 = commands of agents get walls here as the settings are, 1 = they do not, 2 = a setting is wrong.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import os
 import platform
 import shutil
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -77,7 +77,9 @@ def backends(given: Settings) -> list[Finding]:
 
 def _chosen(given: Settings, trouble: str | None) -> str:
     """The kind that an episode gets when neither its task nor its run names one."""
-    return given.sandbox if given.sandbox != "auto" else "subprocess" if trouble is not None else "bubblewrap"
+    if given.sandbox != "auto":
+        return given.sandbox
+    return "docker" if given.sandbox_image is not None else "subprocess" if trouble is not None else "bubblewrap"
 
 
 def containers(folders: SandboxFolders, given: Settings) -> Finding:
@@ -216,7 +218,7 @@ def _number(name: str) -> int | None:
 def _table(title: str, findings: list[Finding]) -> Table:
     table = Table(title=title, title_justify="left")
     for column in ("", "here", "what that gives", "how to get it"):
-        table.add_column(column)
+        table.add_column(column, overflow="fold")
     for finding in findings:
         table.add_row(finding.name, finding.state, finding.means, finding.remedy)
     return table
@@ -229,16 +231,28 @@ def main(argv: Sequence[str] | None = None) -> int:
     console = Console()
     try:
         given = load_settings().model_copy(update={"data_dir": parser.parse_args(argv).data_dir})
-        found = backends(given)
+        found, of_node = backends(given), node(given)
     except SetupError as error:
         sys.stderr.write(f"rollmill sandbox doctor: {error}\n")
         return 2
-    console.print(_table("sandboxes", found), _table("this node", node(given)))
-    by_name = {finding.name: finding for finding in found}
-    chosen = _chosen(given, None if by_name["bubblewrap"].state == "works" else by_name["bubblewrap"].state)
-    works = chosen != "subprocess" and by_name[chosen].state.startswith("works")
-    console.print(f"agents' commands get {'walls here' if works else 'NO WALLS here'}", highlight=False)
-    return 0 if works else 1
+    console.print(_table("sandboxes", found), _table("this node", of_node))
+    verdict, has_walls = _verdict(given, {finding.name: finding for finding in found})
+    console.print(verdict, highlight=False, markup=False, soft_wrap=True)
+    return 0 if has_walls else 1
+
+
+def _verdict(given: Settings, found: Mapping[str, Finding]) -> tuple[str, bool]:
+    """What becomes of commands whose task and run name no kind, and whether they get walls."""
+    bubblewrap = found["bubblewrap"].state
+    kind = _chosen(given, None if bubblewrap == "works" else bubblewrap)
+    if kind == "subprocess":
+        return "agents' commands get NO WALLS here", False
+    chosen = found[kind]
+    if chosen.state.startswith("works"):
+        return "agents' commands get walls here", True
+    if kind == "docker" and chosen.state != "does not work":
+        return f"only tasks and runs that name an image would run; {chosen.remedy}", False
+    return f"nothing would run: {kind}: {chosen.state}{chosen.remedy and f'; {chosen.remedy}'}", False
 
 
 if __name__ == "__main__":

@@ -18,8 +18,8 @@ from functools import cache
 from typing import Self
 
 from common.config_network import Destination, NetworkConfig
+from common.public_address import is_public
 from workers.sandbox.proxy_request import MAX_HEAD_BYTES, Refused, Request, read_request
-from workers.sandbox.public_address import is_public
 
 logger = logging.getLogger(__name__)
 

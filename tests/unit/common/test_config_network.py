@@ -55,3 +55,16 @@ def test_tasks_may_not_open_private_addresses() -> None:
     task = NetworkConfig(mode="proxy", allow=("10.0.0.1:80", "pypi.org:443", "1.1.1.1:53", "127.0.0.1:99"))
     run = NetworkConfig(mode="proxy", allow=("127.0.0.1:99",))
     assert task.private_beyond(run) == ["10.0.0.1:80"]
+
+
+@pytest.mark.parametrize(
+    "host",
+    [
+        *("168.63.129.16", "192.0.0.192", "224.0.0.1", "[64:ff9b::a9fe:a9fe]", "[2002:7f00:1::]", "[::7f00:1]"),
+        *("[fec0::1]", "[::ffff:0:127.0.0.1]", "[::ffff:127.0.0.1]", "[64:ff9b:1::a9fe:a9fe]"),
+    ],
+)
+def test_what_the_proxy_takes_for_private_is_private_in_a_task_too(host: str) -> None:
+    task = NetworkConfig(mode="proxy", allow=(f"{host}:80", "[2606:4700::1111]:443"))
+    assert task.private_beyond(NetworkConfig(mode="none")) == [f"{host}:80"]
+    assert task.private_beyond(task) == []

@@ -131,8 +131,11 @@ def put(server: Server, given: dict[str, Any]) -> tuple[dict[str, Any], bytes]:
 def start(server: Server, given: dict[str, Any]) -> tuple[dict[str, Any], bytes]:
     """Run a program, not by a shell and with nothing of an earlier command's; the reply is that of a command.
 
-    Its input, at most as much as a pipe holds, can be read once.
+    Its input, at most as much as a pipe holds, can be read once. A program that is missing where agents can't write
+    is told as such: whoever asked for it is wrong.
     """
+    if _is_missing(given["argv"][0]):
+        return {"missing": given["argv"][0]}, b""
     fds: list[int] = []
     try:
         fds += os.pipe()
@@ -141,7 +144,7 @@ def start(server: Server, given: dict[str, Any]) -> tuple[dict[str, Any], bytes]
         os.close(fds.pop(1))
         fds += os.pipe()
         fds.append(os.open("/dev/null", os.O_WRONLY))
-        cwd = server.path_below(given["cwd"])
+        cwd, home = server.path_below(given["cwd"]), server.path_below(given["home"])
         child = os.fork()
     except OSError as error:
         for fd in fds:
@@ -149,7 +152,7 @@ def start(server: Server, given: dict[str, Any]) -> tuple[dict[str, Any], bytes]
         said = f"cannot start the program: {error.strerror}\n".encode()
         return {"exit_code": NOT_STARTED, "limit": None, "num_bytes": len(said)}, said
     if child == 0:
-        environment = {"PATH": os.environ.get("PATH", os.defpath), "LANG": "C.UTF-8", "HOME": cwd, "TMPDIR": cwd}
+        environment = {"PATH": os.environ.get("PATH", os.defpath), "LANG": "C.UTF-8", "HOME": home, "TMPDIR": cwd}
         errors_fd = fds[2] if given["joins_errors"] else fds[3]
         server.become(given["argv"], environment, cwd=cwd, fds=(fds[0], fds[2], errors_fd))
     for fd in (fds[0], fds[2], fds[3]):
@@ -158,6 +161,13 @@ def start(server: Server, given: dict[str, Any]) -> tuple[dict[str, Any], bytes]
         return Command(server, child, fds[1], given).run()
     finally:
         os.close(fds[1])
+
+
+def _is_missing(program: str) -> bool:
+    if "/" in program:
+        return program.startswith("/") and not os.path.exists(program)
+    folders = os.environ.get("PATH", os.defpath).split(os.pathsep)
+    return not any(os.access(os.path.join(folder, program), os.X_OK) for folder in folders)
 
 
 CALLS = {"collect": collect, "put": put, "start": start}

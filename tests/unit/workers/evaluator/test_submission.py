@@ -2,12 +2,15 @@ from __future__ import annotations
 
 import re
 import struct
+from typing import Any
 
 import pytest
 
 from common.errors import EpisodeError
 from common.outcomes import Outcome
 from workers.evaluator.submission import FileRules, Submission, checked, read_frames
+
+ODD_PATTERNS = ("[ab].py", "{a,b}.py", "/abs.py", "../a.py", "./a.py", "a//b", "src/", "")
 
 
 def frame(name: bytes, content: bytes) -> bytes:
@@ -67,3 +70,25 @@ def test_patterns() -> None:
 def test_rules_that_postgres_could_not_keep_are_refused() -> None:
     with pytest.raises(ValueError, match="total_bytes=9000000 and num_files=200 must be positive, and at most 8388608"):
         FileRules(wanted=("*",), total_bytes=9_000_000)
+
+
+@pytest.mark.parametrize(
+    ("given", "trouble"),
+    [
+        ({"wanted": ()}, "wanted is empty"),
+        ({"wanted": ("*",), "file_bytes": -1}, "file_bytes=-1 must be positive"),
+        ({"wanted": ("*",), "file_bytes": 0}, "file_bytes=0 must be positive"),
+        *(({"wanted": (odd,)}, f"pattern {re.escape(repr(odd))} matches nothing") for odd in ODD_PATTERNS),
+        ({"wanted": ("*",), "refused": ("[ab].py",)}, "matches nothing"),
+    ],
+)
+def test_rules_that_take_nothing_are_refused(given: dict[str, Any], trouble: str) -> None:
+    with pytest.raises(ValueError, match=trouble):
+        FileRules(**given)
+
+
+@pytest.mark.parametrize("name", [".gitconfig", "a/.bashrc", ".coveragerc", "pytest.toml", "a/.pytest.toml", ".x/a.py"])
+def test_files_that_steer_programs_are_no_solution(name: str) -> None:
+    rules = FileRules(wanted=("**",))
+    assert re.fullmatch(rules.refused_pattern, name)
+    assert not any(re.fullmatch(rules.refused_pattern, name) for name in ("a.py", "a/b.toml", "a.b/c.d.py"))

@@ -23,6 +23,13 @@ from workers.evaluator.suite import Fault, InProcess, Report, Result, ending_bad
         (None, 0, False),
         (float("nan"), 1.0, False),
         (10**400, 1.0, False),
+        (0, 6.626e-34, False),
+        (6.626e-34, 6.627e-34, False),
+        (6.626e-34 * (1 + 1e-12), 6.626e-34, True),
+        (1.2e-16, 0.0, True),
+        (1e-11, 0.0, False),
+        (1e-16, 0, True),
+        (1, 0, False),
     ],
 )
 def test_results_are_compared_as_data(given: object, expected: object, equal: bool) -> None:

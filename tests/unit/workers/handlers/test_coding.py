@@ -2,6 +2,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
 
 from common.episode import Message
 from workers.evaluator.submission import Submission
@@ -41,6 +44,19 @@ def test_tasks_have_the_answers_that_their_words_ask_for() -> None:
         assert case["expected"] == max(numbers)  # type: ignore[index,call-overload]
     assert len(task["cases"]) == NUM_CASES  # type: ignore[arg-type]
     assert list(HANDLER.tasks(seed=3, num_tasks=4)) == list(HANDLER.tasks(seed=3, num_tasks=4))
+
+
+@pytest.mark.parametrize(
+    ("given", "trouble"),
+    [
+        ({"cases": []}, "a task needs at least one test"),
+        ({"cases": [], "checks": {**CHECKS, "functions": []}}, "functions is empty"),
+        ({"cases": [{"arguments": [1], "expected": "x" * 70_000}]}, "test case 0: expected has more than"),
+    ],
+)
+def test_a_task_that_tests_nothing_is_refused_before_an_agent_plays_it(given: dict[str, Any], trouble: str) -> None:
+    with pytest.raises(ValueError, match=trouble):
+        HANDLER.init({"question": "Write it.", **given})
 
 
 def test_cases_are_compared_outside_and_checks_have_their_canary() -> None:

@@ -34,6 +34,11 @@ def test_without_bubblewrap_one_loud_warning(
     assert "apt-get install bubblewrap" in caplog.text
 
 
+def test_an_image_of_the_node_asks_for_docker(tmp_path: Path) -> None:
+    given = Settings(data_dir=tmp_path, sandbox_image="python:3.12", docker_url="unix:///nowhere/sock")
+    assert open_backend(given).choose(OPEN).kind == "docker"
+
+
 def test_an_unknown_kind_is_refused_with_the_names_that_there_are(monkeypatch: pytest.MonkeyPatch) -> None:
     names = "'bubblewrap', 'docker', 'apptainer' or 'subprocess'"
     monkeypatch.setenv("ROLLMILL_SANDBOX", "firejail")

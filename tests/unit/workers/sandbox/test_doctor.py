@@ -38,6 +38,32 @@ def test_a_data_folder_that_cannot_be_made(tmp_path: Path, capsys: pytest.Captur
     assert "ROLLMILL_DATA_DIR" in capsys.readouterr().err
 
 
+def test_a_folder_of_control_groups_that_is_not_there(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("ROLLMILL_SANDBOX_CGROUP", "/nonexist")
+    assert main(["--data-dir", str(tmp_path)]) == 2
+    said = capsys.readouterr().err
+    assert said.startswith("rollmill sandbox doctor: ROLLMILL_SANDBOX_CGROUP: /nonexist")
+    assert said.count("\n") == 1
+
+
+@pytest.mark.parametrize("named", [{"ROLLMILL_SANDBOX": "docker"}, {"ROLLMILL_SANDBOX_IMAGE": "python:3.12"}])
+def test_where_the_kind_that_was_asked_for_does_not_work_nothing_would_run(
+    named: dict[str, str], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in {**named, "ROLLMILL_DOCKER_URL": "unix:///nowhere/sock", "COLUMNS": "80"}.items():
+        monkeypatch.setenv(name, value)
+    assert main(["--data-dir", str(tmp_path)]) == 1
+    printed = capsys.readouterr().out
+    verdict = printed.splitlines()[-1]
+    assert verdict.startswith("nothing would run: docker: does not work; ")
+    assert "/nowhere/sock" in verdict
+    assert "NO WALLS here" not in printed
+    # Nothing of the tables is cut: what is to be typed stands there, if in pieces.
+    assert "…" not in printed
+
+
 def test_every_part_of_the_node_has_a_state() -> None:
     assert all(finding.state and finding.means for finding in node(Settings()))
 

@@ -67,6 +67,9 @@ def add(a, b):
     os.write(known["out"], known["nonce"] + b' {"value": null}\\n')
     %s
 """
+ONLY_SMALL = """    if known["given"]["function"] != "test_small":
+        raise ValueError
+"""
 REPLACED = """
 import sys
 def add(a, b): return 0
@@ -177,6 +180,11 @@ CHEATS: dict[str, Cheat] = {
     "forged markers": Cheat(files={"solution.py": FORGED}, faults=(Fault.FORGED,)),
     "the nonce out of the stack": Cheat(
         files={"solution.py": FRAMES % "os._exit(0)"}, tests=(IN_PROCESS,), tampered=True
+    ),
+    "a lie to one test by its name": Cheat(
+        files={"solution.py": (FRAMES % "os._exit(0)").replace("    os.write", ONLY_SMALL + "    os.write")},
+        tests=(IN_PROCESS,),
+        tampered=True,
     ),
     "the nonce, and a result for outside": Cheat(
         files={"solution.py": FRAMES % "os._exit(0)"}, tests=CALLS, faults=(Fault.WRONG,)

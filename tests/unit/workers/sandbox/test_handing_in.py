@@ -119,6 +119,33 @@ async def test_wrong_tests_are_the_handlers_error(evaluation: Evaluation) -> Non
     long = Call(name="long", module="solution", function="add", arguments=("x" * 70_000, 1), expected=1)
     with pytest.raises(ValueError, match="test long: more than 60000 bytes"):
         await evaluation.report(submission, (long,))
+    with pytest.raises(ValueError, match="there are no tests"):
+        await evaluation.report(submission, ())
+    for names in (("a", "a/b"), ("a/b/c", "a")):
+        with pytest.raises(ValueError, match="the first can't be a folder too"):
+            await evaluation.report(submission, CALLS, files=dict.fromkeys(names, ""))
+    for program in ("pyhton3", "/usr/bin/pyhton3"):
+        typo = Program(name="typo", argv=(program, "solution.py"), expected="")
+        with pytest.raises(ValueError, match=f"the sandbox has no program '{program}'"):
+            await evaluation.report(submission, (typo,))
+
+
+async def test_a_program_that_the_agent_was_to_write_is_its_own_fault(evaluation: Evaluation) -> None:
+    submission = await evaluation.handed_in(files={"solution.py": HONEST})
+    report = await evaluation.report(submission, (Program(name="own", argv=("./run",), expected=""),))
+    assert [result.fault for result in report.results] == [Fault.ERROR]
+
+
+async def test_agents_steer_no_program_by_files_of_its_home(evaluation: Evaluation) -> None:
+    rules = FileRules(wanted=("**",), refused=())
+    files = {".gitconfig": "[user]\nname = agent\n", ".bash_profile": "echo agent\n"}
+    submission = await evaluation.handed_in(files=files, rules=rules)
+    assert set(submission.files) == set(files)
+    command = 'ls -A "$HOME"; touch "$HOME/x"; echo done'
+    shell = Program(name="shell", argv=("bash", "-lc", command), expected="done\n")
+    again = Program(name="again", argv=("bash", "-lc", command), expected="done\n")
+    report = await evaluation.report(submission, (shell, again))
+    assert report.fraction_passed == 1.0, report
 
 
 async def test_the_tests_own_files_win(evaluation: Evaluation) -> None:

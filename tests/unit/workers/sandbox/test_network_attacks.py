@@ -10,11 +10,11 @@ from collections.abc import AsyncIterator, Sequence
 import pytest
 
 from common.config_network import NetworkConfig
+from common.public_address import is_public
 from tests.unit.workers.sandbox.conftest import HANDLE
 from tests.unit.workers.sandbox.service import Service, serving
 from workers.sandbox.egress_proxy import EgressProxy
 from workers.sandbox.protocol import Backend, SandboxSession, SandboxSpec
-from workers.sandbox.public_address import is_public
 
 pytestmark = pytest.mark.attack
 MAX_SENT, MAX_CONNECTIONS = 1 << 20, 60
@@ -215,6 +215,8 @@ async def test_names_that_lead_inward(secret: Service) -> None:
         *(("255.255.255.255", False), ("::1", False), ("::", False), ("::ffff:10.0.0.1", False)),
         *(("fe80::1%eth0", False), ("fd00:ec2::254", False), ("64:ff9b::a9fe:a9fe", False), ("::7f00:1", False)),
         *(("2002:7f00:1::", False), ("2001:0:1:1:0:0:80ff:fffe", False), ("fec0::1", False), ("ff02::1", False)),
+        *(("::ffff:0:7f00:1", False), ("::ffff:0:a9fe:a9fe", False), ("::ffff:0:101:101", True)),
+        ("64:ff9b:1::a9fe:a9fe", False),
     ],
 )
 def test_addresses_that_are_not_public(address: str, is_safe: bool) -> None:

@@ -12,11 +12,12 @@ _SPECIAL = tuple(
             "192.0.0.0/24",  # not private to every version of `ipaddress`; a metadata service of another cloud
             "::/96",  # IPv4 in an old spelling
             "fec0::/10",
+            "64:ff9b:1::/48",  # IPv6 that a gateway of the node's own makes IPv4 of
         ),
     )
 )
-_TRANSLATED = ipaddress.ip_network("64:ff9b::/96")
-"""IPv6 that a gateway makes IPv4 of: the last 32 bits."""
+_TRANSLATED = tuple(map(ipaddress.ip_network, ("64:ff9b::/96", "::ffff:0:0:0/96")))
+"""IPv6 that a gateway, or the machine, makes IPv4 of: the last 32 bits."""
 
 
 def is_public(text: str) -> bool:
@@ -24,7 +25,7 @@ def is_public(text: str) -> bool:
     address = ipaddress.ip_address(text.partition("%")[0])
     if isinstance(address, ipaddress.IPv6Address):
         inner = address.ipv4_mapped or address.sixtofour or (address.teredo and address.teredo[1])
-        if address in _TRANSLATED:
+        if any(address in network for network in _TRANSLATED):
             inner = ipaddress.IPv4Address(int(address) & 0xFFFFFFFF)
         if inner is not None:
             return is_public(str(inner))
