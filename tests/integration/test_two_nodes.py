@@ -9,7 +9,8 @@ from typing import Any
 
 from sqlalchemy import text
 
-from common.config import TINY_MODELS, RolloutConfig, RunConfig, TrainConfig
+from common.config import TINY_MODELS, RolloutConfig, RunConfig
+from common.config_train import TrainConfig
 from common.db import audit, groups, tasks
 from common.db.episodes import Wakeup
 from common.db.session import Database
