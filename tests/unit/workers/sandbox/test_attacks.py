@@ -426,6 +426,25 @@ async def test_memory(walled_session: SandboxSession) -> None:
     assert (result.limit, result.exit_code) == (Limit.MEMORY, 137)
 
 
+SHARED = """
+import mmap, os, time
+fd = os.open("/dev/shm/shared", os.O_RDWR | os.O_CREAT)
+os.posix_fallocate(fd, 0, 80 << 20)
+for _ in range(100):
+    if os.fork() == 0:
+        os.setsid()
+        maps = [mmap.mmap(fd, 80 << 20, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE) for _ in range(4)]
+        time.sleep(60)
+time.sleep(60)
+"""
+
+
+async def test_memory_that_is_slow_to_count(walled_session: SandboxSession) -> None:
+    """32 GB in 100 processes that are one file of 80 MiB: its time ends the command, and not the server's patience."""
+    result = await attack(walled_session, f"{PYTHON} - <<'END'{SHARED}END", timeout_s=3)
+    assert (result.limit, result.exit_code, result.output) == (Limit.TIME, None, "")
+
+
 @pytest.mark.parametrize("folder", ["/workspace", "/tmp", "/dev/shm"])
 async def test_disk(walled_session: SandboxSession, folder: str) -> None:
     fill = f"cd {folder}; for i in 1 2 3; do head -c 250000000 /dev/zero > big$i || exit 1; done"
