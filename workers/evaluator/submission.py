@@ -84,7 +84,7 @@ class Submission:
     """Relative path -> content."""
     left_out: Mapping[str, int] = field(default_factory=dict)
     """Wanted files that did not come along, by reason: link, special, hard_link, name, refused, too_large, too_many,
-    too_deep, unreadable."""
+    too_deep, unreadable. `time` = it took too long to look for more, counted once."""
 
     def text(self, name: str) -> str | None:
         """A file as text; None = it is not there. Bytes that are no UTF-8 become U+FFFD."""

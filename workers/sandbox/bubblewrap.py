@@ -207,6 +207,8 @@ def _options(fds: dict[str, int], environment: Mapping[str, str], group: Group |
         *("--uid", "1000", "--gid", "1000", "--cap-drop", "ALL", "--hostname", "sandbox"),
         *("--ro-bind", "/usr", "/usr", *_system()),
         *("--ro-bind-data", str(fds["passwd"]), "/etc/passwd", "--proc", "/proc", "--dev", "/dev"),
+        # Some of it belongs to the sandbox's own namespaces, and with them to its commands.
+        *("--ro-bind", "/proc/sys", "/proc/sys"),
         *("--bind", "/mnt/shm", "/dev/shm", "--remount-ro", "/dev", "--bind", "/mnt/tmp", "/tmp"),
         *("--bind", "/mnt/state", _STATE, "--ro-bind-data", str(fds["server"]), _SERVER),
         *(() if group is None else ("--ro-bind-try", str(group.events), _EVENTS)),

@@ -357,6 +357,9 @@ def lend_listener(port: int, way: int | str) -> None:
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", port))
         listener.listen(128)
+        # The kernel holds what all sandboxes of this user have under way against the limit of whoever sends.
+        hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
         with socket.socket(socket.AF_UNIX) if isinstance(way, str) else socket.socket(fileno=way) as worker:
             if isinstance(way, str):
                 worker.connect(way)
@@ -378,7 +381,10 @@ def main(arguments: list[str]) -> int:
         try:
             lend_listener(*config["lend"])
         except OSError as error:
-            sys.stderr.write("the worker's proxy is not in reach, is the engine on its machine? %s\n" % error)
+            why = "is the engine on its machine?"
+            if error.errno == errno.ETOOMANYREFS:
+                why = "a sandbox of the same user has too many open files under way between its sockets:"
+            sys.stderr.write("the worker's proxy is not in reach, %s %s\n" % (why, error))
             return 1
     for name in os.listdir("/proc/self/fd"):
         if int(name) > 2 and int(name) not in (in_fd, out_fd):

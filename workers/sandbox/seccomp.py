@@ -12,7 +12,7 @@ import struct
 
 _LOAD, _EQUAL, _AT_LEAST, _AND, _RETURN = 0x20, 0x15, 0x35, 0x54, 0x06
 """Instructions of the classic packet filter: load a word, jump if equal, jump if at least, and, return."""
-_NUMBER, _ARCHITECTURE, _FIRST_ARGUMENT, _SECOND_ARGUMENT = 0, 4, 16, 24
+_NUMBER, _ARCHITECTURE, _ARGUMENTS = 0, 4, (16, 24)
 """Places in `struct seccomp_data`; arguments have 8 bytes, the lower word first."""
 _ALLOW, _REFUSE, _KILL = 0x7FFF0000, 0x00050000, 0x80000000
 _X32 = 0x40000000
@@ -49,6 +49,7 @@ NOT_PERMITTED = {
     "chroot": (161, 51),
     "move_mount": (429, 429),
     "open_tree": (428, 428),
+    "open_tree_attr": (467, 467),
     "fsopen": (430, 430),
     "fsconfig": (431, 431),
     "fsmount": (432, 432),
@@ -88,7 +89,21 @@ NOT_THERE = {
     "memfd_create": (319, 279),
     "memfd_secret": (447, 447),
     "shmget": (29, 194),
+    "semget": (64, 190),
+    "msgget": (68, 186),
+    "mq_open": (240, 180),
 }
+ITSELF = {
+    # Of another process they would break or starve the server, and so throw a bad episode away.
+    "prlimit64": ((302, 261), {0: 0}),
+    "sched_setaffinity": ((203, 122), {0: 0}),
+    "sched_setscheduler": ((144, 119), {0: 0}),
+    "sched_setparam": ((142, 118), {0: 0}),
+    "sched_setattr": ((314, 274), {0: 0}),
+    "setpriority": ((141, 140), {0: 0, 1: 0}),
+    "ioprio_set": ((251, 30), {0: 1, 1: 0}),
+}
+"""Calls for the caller's own thread alone: numbers, and arguments (place -> value) with which they mean it."""
 _SOCKET = (41, 198)
 FAMILIES = (socket.AF_UNIX, socket.AF_INET, socket.AF_INET6, socket.AF_NETLINK)
 """Kinds of sockets that a network namespace holds in; AF_VSOCK, for one, reaches the machine's host from everywhere."""
@@ -97,7 +112,6 @@ IP = (socket.AF_INET, socket.AF_INET6)
 _IOCTL = (16, 29)
 TIOCSTI, TIOCLINUX = 0x5412, 0x541C
 """Type into a terminal that somebody else reads."""
-_PRLIMIT = (302, 261)
 
 
 def is_known() -> bool:
@@ -128,11 +142,14 @@ def program(*, has_ip: bool) -> bytes:
                 code += [(_EQUAL, 0, 1, number), _refuse(error)]
     known = families(has_ip=has_ip)
     kinds = [(_EQUAL, len(known) - place, 0, family) for place, family in enumerate(known)]
-    code += _rule(_SOCKET[column], [(_LOAD, 0, 0, _FIRST_ARGUMENT), *kinds, _refuse(errno.EAFNOSUPPORT)])
-    # A limit of another process: with it a command could break the server, and so throw a bad episode away.
-    own = [(_LOAD, 0, 0, _FIRST_ARGUMENT), (_EQUAL, 1, 0, 0), _refuse(errno.EPERM)]
-    code += _rule(_PRLIMIT[column], own)
-    typed = [(_LOAD, 0, 0, _SECOND_ARGUMENT), (_EQUAL, 1, 0, TIOCSTI), (_EQUAL, 0, 1, TIOCLINUX)]
+    code += _rule(_SOCKET[column], [(_LOAD, 0, 0, _ARGUMENTS[0]), *kinds, _refuse(errno.EAFNOSUPPORT)])
+    for columns, own in ITSELF.values():
+        checks = [
+            ((_LOAD, 0, 0, _ARGUMENTS[place]), (_EQUAL, 1, 0, value), _refuse(errno.EPERM))
+            for place, value in own.items()
+        ]
+        code += _rule(columns[column], [instruction for check in checks for instruction in check])
+    typed = [(_LOAD, 0, 0, _ARGUMENTS[1]), (_EQUAL, 1, 0, TIOCSTI), (_EQUAL, 0, 1, TIOCLINUX)]
     code += _rule(_IOCTL[column], [*typed, _refuse(errno.EPERM)])
     code.append((_RETURN, 0, 0, _ALLOW))
     return b"".join(struct.pack("HBBI", *instruction) for instruction in code)

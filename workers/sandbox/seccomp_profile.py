@@ -28,7 +28,11 @@ def profile(machine: str | None = None, *, has_ip: bool) -> str:
         _refuse(list(seccomp.NOT_PERMITTED), errno.EPERM),
         _refuse(list(seccomp.NOT_THERE), errno.ENOSYS),
         *(_refuse(["socket"], errno.EAFNOSUPPORT, condition) for condition in families),
-        _refuse(["prlimit64"], errno.EPERM, _compare(0, 0, "SCMP_CMP_NE")),
+        *(
+            _refuse([name], errno.EPERM, _compare(place, value, "SCMP_CMP_NE"))
+            for name, (_, own) in seccomp.ITSELF.items()
+            for place, value in own.items()
+        ),
         *(_refuse(["ioctl"], errno.EPERM, condition) for condition in typed),
     ]
     architecture = _ARCHITECTURES[machine or platform.machine()]

@@ -10,6 +10,7 @@ import os
 import re
 import stat
 import struct
+import time
 
 from workers.sandbox.inside.command import Command
 
@@ -21,6 +22,10 @@ if TYPE_CHECKING:
 
 MAX_DEPTH = 16
 MAX_ENTRIES = 200_000
+MAX_NAME_LENGTH = 1000
+"""Of a file's whole path: patterns take their time with long ones."""
+COLLECT_S = 30.0
+"""Well below the worker's patience, which would make a failure of infrastructure out of an agent's many files."""
 NOT_STARTED = 126
 _OPEN = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 
@@ -41,14 +46,45 @@ class Collection:
         """Count a file that does not come along."""
         self.left_out[reason] = self.left_out.get(reason, 0) + 1
 
+    def search(self, deadline: float) -> None:
+        """Take what is wanted below the working folder, until `deadline` of the monotonic clock."""
+        folders, num_entries = [("", 0)], 0
+        while folders:
+            folder, depth = folders.pop()
+            try:
+                with os.scandir(folder or ".") as entries:
+                    inside = sorted((entry.name, entry.is_dir(follow_symlinks=False)) for entry in entries)
+            except OSError:
+                self.leave_out("unreadable")
+                continue
+            for name, is_folder in inside:
+                if time.monotonic() > deadline:
+                    self.leave_out("time")
+                    return
+                num_entries += 1
+                path = folder + name
+                if num_entries > MAX_ENTRIES or (is_folder and (depth >= MAX_DEPTH or len(path) >= MAX_NAME_LENGTH)):
+                    self.leave_out("too_deep" if is_folder else "too_many")
+                elif is_folder:
+                    folders.append((path + "/", depth + 1))
+                else:
+                    try:
+                        self.offer(path)
+                    except OSError:
+                        self.leave_out("unreadable")
+
     def offer(self, name: str) -> None:
         """Take a file that is wanted, if it may come along."""
-        if self._wanted.fullmatch(name.encode(errors="replace").decode()):
+        if len(name) > MAX_NAME_LENGTH:
+            self.leave_out("name")
+        elif self._wanted.fullmatch(name.encode(errors="replace").decode()):
             reason = self._take(name)
             if reason is not None:
                 self.leave_out(reason)
 
     def _take(self, name: str) -> str | None:
+        if self.num_files >= self._given["num_files"]:
+            return "too_many"
         if not name.isprintable() or "\\" in name:
             return "name"
         if self._refused.fullmatch(name):
@@ -64,8 +100,6 @@ class Collection:
             room = min(self._given["file_bytes"], self._given["total_bytes"] - self.num_bytes)
             if status.st_size > room:
                 return "too_large"
-            if self.num_files >= self._given["num_files"]:
-                return "too_many"
             content = file.read(room + 1)
         if len(content) > room:
             return "too_large"
@@ -85,27 +119,7 @@ def collect(server: Server, given: dict[str, Any]) -> tuple[dict[str, Any], byte
     """End every process, then copy out the plain files that are wanted, in the order of their names."""
     _end_all(server)
     found = Collection(given)
-    folders, num_entries = [("", 0)], 0
-    while folders:
-        folder, depth = folders.pop()
-        try:
-            with os.scandir(folder or ".") as entries:
-                inside = sorted((entry.name, entry.is_dir(follow_symlinks=False)) for entry in entries)
-        except OSError:
-            found.leave_out("unreadable")
-            continue
-        for name, is_folder in inside:
-            num_entries += 1
-            path = folder + name
-            if num_entries > MAX_ENTRIES or (is_folder and depth >= MAX_DEPTH):
-                found.leave_out("too_deep" if is_folder else "too_many")
-            elif is_folder:
-                folders.append((path + "/", depth + 1))
-            else:
-                try:
-                    found.offer(path)
-                except OSError:
-                    found.leave_out("unreadable")
+    found.search(time.monotonic() + COLLECT_S)
     return {"num_files": found.num_files, "left_out": found.left_out}, b"".join(found.frames)
 
 

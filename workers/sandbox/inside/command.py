@@ -8,7 +8,7 @@ import signal
 import time
 
 from workers.sandbox.inside.frames import read_request
-from workers.sandbox.inside.processes import ProcStat, killed_for_memory, reaped_cpu_s
+from workers.sandbox.inside.processes import Memory, ProcStat, killed_for_memory, reaped_cpu_s
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -32,6 +32,7 @@ class Command:
         self._deadline = time.monotonic() + request["timeout_s"]
         self._cpu_before_s = reaped_cpu_s() + sum(process.cpu_s for process in server.kept_processes())
         self._killed_before = killed_for_memory()
+        self._memory = Memory()
         self._inodes_before = server.num_inodes()
         self._exit_code: int | None = None
         self._kept = bytearray()
@@ -138,9 +139,4 @@ class Command:
             return "cpu"
         if self._server.has_too_many_files(self._inodes_before):
             return "disk"
-        most = self._server.limits["memory_bytes"]
-        # Forked processes share pages, and each of them counts those as its own: ask for the parts, which is slow.
-        over = sum(process.resident_bytes for process in processes) > most
-        if over and sum(process.unshared_bytes() for process in processes) > most:
-            return "memory"
-        return None
+        return "memory" if self._memory.is_over(processes, self._server.limits["memory_bytes"]) else None

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import os
 import resource
+import time
 
 OUT_OF_MEMORY = ("/.sandbox/memory.events", "/sys/fs/cgroup/memory.events", "/sys/fs/cgroup/memory/memory.oom_control")
 _CLOCK_TICKS = os.sysconf("SC_CLK_TCK")
 _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
+LOOK_S = 0.1
+"""For one look at the memory of many processes: the kernel takes milliseconds for each GB that one of them maps."""
 
 
 class ProcStat:
@@ -39,6 +42,32 @@ class ProcStat:
             # A process may hide it. Then all of it counts.
             return self.resident_bytes
         return sizes.get(b"Pss:", 0) - sizes.get(b"Pss_File:", 0)
+
+
+class Memory:
+    """What all processes of a command hold together; where that is slow to ask for, told over several looks."""
+
+    def __init__(self) -> None:
+        self._known: dict[int, int] = {}
+
+    def is_over(self, processes: list[ProcStat], most_bytes: int) -> bool:
+        """Whether they hold more; no, as long as what is not yet known decides it."""
+        # Forked processes share pages, and each of them counts those as its own: ask for the parts, which is slow.
+        if sum(process.resident_bytes for process in processes) <= most_bytes:
+            self._known.clear()
+            return False
+        deadline = time.monotonic() + LOOK_S
+        unknown = [process for process in processes if process.pid not in self._known]
+        unknown.sort(key=lambda process: -process.resident_bytes)
+        while unknown:
+            process = unknown.pop(0)
+            self._known[process.pid] = process.unshared_bytes()
+            if time.monotonic() > deadline:
+                break
+        held = sum(self._known.get(process.pid, 0) for process in processes)
+        if not unknown:
+            self._known.clear()
+        return held > most_bytes
 
 
 def all_processes() -> list[ProcStat]:

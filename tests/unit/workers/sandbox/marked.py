@@ -8,7 +8,7 @@ import secrets
 from contextlib import suppress
 from pathlib import Path
 
-MARK = os.environ.setdefault("ROLLMILL_TEST_MARK", f"marked-{secrets.token_hex(4)}")
+MARK = os.environ.setdefault("TEST_MARK", f"marked-{secrets.token_hex(4)}")
 """Of this process and those that it starts: other tests may run on the machine at the same time."""
 
 

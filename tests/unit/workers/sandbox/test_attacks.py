@@ -56,7 +56,8 @@ async def attack(session: SandboxSession, command: str, *, timeout_s: float = 20
 
 
 def call_number(name: str) -> int:
-    numbers = {**seccomp.NOT_PERMITTED, **seccomp.NOT_THERE}[name]
+    own = {name: numbers for name, (numbers, _) in seccomp.ITSELF.items()}
+    numbers = {**seccomp.NOT_PERMITTED, **seccomp.NOT_THERE, **own}[name]
     number = numbers[seccomp.ARCHITECTURES[os.uname().machine][1]]
     assert number is not None
     return number
@@ -109,6 +110,25 @@ async def test_ptrace_and_its_kin(walled_session: SandboxSession, name: str) -> 
     await assert_refused(walled_session, f"{call_number(name)}, {arguments}", "Operation not permitted")
 
 
+SCHEDULING = {
+    "sched_setaffinity": "1, 8, b'\\1' + bytes(7)",
+    "sched_setscheduler": "1, 5, bytes(4)",
+    "sched_setparam": "1, bytes(4)",
+    "sched_setattr": "1, b'\\x30\\0\\0\\0\\5' + bytes(43), 0",
+    "setpriority": "0, 1, 19",
+    "setpriority of a group": "1, 1, 19",
+    "setpriority of a user": "2, 0, 19",
+    "ioprio_set": "1, 1, 3 << 13",
+    "ioprio_set of a user": "3, 1000, 3 << 13",
+}
+
+
+@pytest.mark.parametrize("name", SCHEDULING)
+async def test_starving_the_server(walled_session: SandboxSession, name: str) -> None:
+    arguments = f"{call_number(name.split()[0])}, {SCHEDULING[name]}"
+    await assert_refused(walled_session, arguments, "Operation not permitted")
+
+
 async def assert_refused(session: SandboxSession, arguments: str, why: str) -> None:
     assert (await attack(session, CALL % arguments)).output == f"stopped {why}\n"
 
@@ -132,7 +152,7 @@ async def test_io_uring(walled_session: SandboxSession) -> None:
     await assert_refused(walled_session, f"{call_number('io_uring_setup')}, 8, 0", "Function not implemented")
 
 
-@pytest.mark.parametrize("name", ["memfd_create", "shmget"])
+@pytest.mark.parametrize("name", ["memfd_create", "shmget", "semget", "msgget", "mq_open"])
 async def test_memory_that_nobody_counts(walled_session: SandboxSession, name: str) -> None:
     await assert_refused(walled_session, f"{call_number(name)}, 0, 0, 0", "Function not implemented")
 
@@ -261,6 +281,9 @@ async def test_files_of_the_machine(walled_session: SandboxSession, tmp_path: Pa
 
 async def test_writing_to_the_system(walled_session: SandboxSession) -> None:
     places = "/x /usr/x /usr/bin/x /etc/passwd /dev/x /proc/sys/kernel/core_pattern /proc/sysrq-trigger /.sandbox/x"
+    places += (
+        " /proc/sys/kernel/msgmnb /proc/sys/kernel/sem /proc/sys/fs/mqueue/msg_max /proc/sys/user/max_inotify_watches"
+    )
     result = await attack(walled_session, f"for p in {places}; do (echo x > $p) 2>/dev/null && echo $p; done; :")
     assert result.output == ""
     await attack(
@@ -401,6 +424,25 @@ async def test_memory(walled_session: SandboxSession) -> None:
     hog = f"{PYTHON} -c 'x = bytearray(700 << 20); x[::4096] = x[::4096]; import time; time.sleep(30)'"
     result = await attack(walled_session, f"for i in 1 2 3 4; do {hog} & done; wait", timeout_s=60)
     assert (result.limit, result.exit_code) == (Limit.MEMORY, 137)
+
+
+SHARED = """
+import mmap, os, time
+fd = os.open("/dev/shm/shared", os.O_RDWR | os.O_CREAT)
+os.posix_fallocate(fd, 0, 80 << 20)
+for _ in range(100):
+    if os.fork() == 0:
+        os.setsid()
+        maps = [mmap.mmap(fd, 80 << 20, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE) for _ in range(4)]
+        time.sleep(60)
+time.sleep(60)
+"""
+
+
+async def test_memory_that_is_slow_to_count(walled_session: SandboxSession) -> None:
+    """32 GB in 100 processes that are one file of 80 MiB: its time ends the command, and not the server's patience."""
+    result = await attack(walled_session, f"{PYTHON} - <<'END'{SHARED}END", timeout_s=3)
+    assert (result.limit, result.exit_code, result.output) == (Limit.TIME, None, "")
 
 
 @pytest.mark.parametrize("folder", ["/workspace", "/tmp", "/dev/shm"])

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import os
+import time
+from pathlib import Path
 
 import pytest
 
@@ -15,6 +17,7 @@ from workers.evaluator.suite import Call, Fault, InProcess, Program
 from workers.run_loop import RunLoop
 from workers.sandbox.backend import FolderBackend
 from workers.sandbox.folder import SandboxFolders
+from workers.sandbox.inside.calls import Collection
 from workers.stage_threads import StageThreads, StageTimeout
 
 pytestmark = pytest.mark.robustness
@@ -94,6 +97,37 @@ async def test_what_is_beyond_the_limits_stays(evaluation: Evaluation) -> None:
         ["big1.py", "big2.py", "small1.py"],
         {"too_large": 1, "too_many": 2},
     )
+
+
+async def test_long_names_stay_and_cost_nothing(evaluation: Evaluation) -> None:
+    """Each of 20 folders would lead to names of 3,000 characters, at which patterns are slow."""
+    script = """
+import os
+for top in range(20):
+    path = "/".join([f"d{top}"] + ["x" * 200] * 14)
+    os.makedirs(path)
+    os.chdir(path)
+    open("y" * 200 + ".py", "w").close()
+    os.chdir("/workspace")
+os.makedirs("/".join(["x" * 190] * 5))
+os.chdir("/".join(["x" * 190] * 5))
+open("y" * 60 + ".py", "w").close()
+open("z.py", "w").close()
+"""
+    submission = await evaluation.handed_in(f"/usr/bin/python3 - <<'END'{script}END")
+    assert ([len(name) for name in submission.files], submission.left_out) == ([959], {"too_deep": 20, "name": 1})
+
+
+def test_what_takes_too_long_to_find_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in ("one.py", "two.py"):
+        Path(name).touch()
+    rules = {"wanted": ".*", "refused": "(?!)", "file_bytes": 10, "total_bytes": 10, "num_files": 9}
+    late, early = Collection(rules), Collection(rules)
+    late.search(time.monotonic() - 1)
+    early.search(time.monotonic() + 60)
+    assert (late.num_files, late.left_out) == (0, {"time": 1})
+    assert (early.num_files, early.left_out) == (2, {})
 
 
 async def test_a_background_process_changes_nothing_after_the_last_command(evaluation: Evaluation) -> None:

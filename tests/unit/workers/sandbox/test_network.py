@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import resource
 from collections.abc import Iterator
 
 import pytest
@@ -53,6 +54,42 @@ async def test_a_loopback_of_ones_own(walled: Backend) -> None:
         await session.close()
         assert "Connection refused" in result.output
         assert service.num_connections == 0
+
+
+FILES_UNDER_WAY = """
+import array, errno, os, socket
+many = array.array("i", [os.open("/dev/null", os.O_RDONLY)] * 250).tobytes()
+pairs = [socket.socketpair(socket.AF_UNIX, socket.SOCK_DGRAM) for _ in range(20)]
+try:
+    for _ in range(5):
+        for one, _ in pairs:
+            one.sendmsg([b"x"], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, many)], socket.MSG_DONTWAIT)
+    said = "no limit"
+except OSError as error:
+    said = errno.errorcode[error.errno]
+said
+"""
+
+
+@pytest.fixture
+def few_files() -> Iterator[None]:
+    """As where nobody raised the limit of open files for the worker."""
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (1024, before[1]))
+    yield
+    resource.setrlimit(resource.RLIMIT_NOFILE, before)
+
+
+@pytest.mark.robustness
+@pytest.mark.usefixtures("few_files")
+async def test_files_under_way_in_one_sandbox_keep_no_other_from_its_proxy(bubblewrap: FolderBackend) -> None:
+    await asyncio.to_thread(bubblewrap.create, "8-1", {})
+    greedy = bubblewrap.attach("8-1")
+    assert (await greedy.python(FILES_UNDER_WAY, timeout_s=60)).output == "'ETOOMANYREFS'\n"
+    session = await opened(bubblewrap, PROXY.network)
+    assert (await session.exec("echo alive; ulimit -n", timeout_s=60)).output == "alive\n1024\n"
+    await session.close()
+    await greedy.close()
 
 
 @pytest.mark.robustness
