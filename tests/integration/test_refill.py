@@ -12,7 +12,7 @@ from sqlalchemy import text
 
 from common.config import RolloutConfig, RunConfig
 from common.config_train import TrainConfig
-from common.db import audit, engines, episodes, report, retries, runs, steps, tasks
+from common.db import audit, engines, episodes, report, retries, runs, steps, tasks, versions
 from common.db.runs import DataCursor, Run
 from common.db.session import Database
 from common.db.steps import Take, TrainedEpisode
@@ -190,6 +190,8 @@ def test_the_trainer_takes_groups_without_variance_once_its_refills_are_used_up(
     database: Database, caplog: pytest.LogCaptureFixture
 ):
     world = open_world(database, max_refills_per_step=1)
+    with database.begin() as conn:
+        versions.publish(conn, world.run.id, 0, PUBLISHED)
     Feeder(database, list).round()
     play(world, (1, 1), (1, 1), (0, 1))
     work = wait_for_work(database, world.run, version=0, stop=threading.Event(), look_up=lambda: None)
