@@ -187,8 +187,8 @@ def _setting(shape: Shape) -> tuple[str, str]:
         "`coupled` is one process without queues or database: it plays a batch, all episodes at once, waits for the "
         "last, trains, loads, and begins again. The others are the whole pipeline on RabbitMQ and Postgres. `wait` is "
         '`train.late_groups = "wait"`, the default; without it groups that got too old are dropped, so that hardly any '
-        "episode of the tail is trained (last column; the ways that drop nothing train all of them). What was sampled for dropped "
-        "groups took the engine's time, and is in the seconds.",
+        "episode of the tail is trained (last column; the ways that drop nothing train all of them). What was sampled "
+        "for dropped groups took the engine's time, and is in the seconds.",
     )
 
 
