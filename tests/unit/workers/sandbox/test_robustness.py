@@ -129,7 +129,7 @@ CASES: dict[str, list[Step]] = {
         # The server's alone: without walls a command sees the whole machine's.
         says(
             "dead=$(grep -l '^State:.Z' /proc/[0-9]*/status 2>/dev/null); "
-            'grep -l "^PPid:[[:space:]]*$PPID\$" $dead /dev/null 2>/dev/null | wc -l',
+            r'grep -l "^PPid:[[:space:]]*$PPID\$" $dead /dev/null 2>/dev/null | wc -l',
             "[01]\n",
         ),
     ],
