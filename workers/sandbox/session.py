@@ -116,10 +116,10 @@ class Session:
         try:
             await server.start(folder)
         except ServerLost as error:
-            await server.end()
+            await _to_its_end(server)
             raise ServerLost(server.explain(str(error))) from None
         except BaseException:
-            await server.end()
+            await _to_its_end(server)
             raise
         self._expiry = asyncio.get_running_loop().call_later(self._lifetime_s, self._expire, server)
         return server
@@ -149,5 +149,17 @@ class Session:
             self._expiry.cancel()
         if server is None:
             return why
-        await server.end()
+        await _to_its_end(server)
         return server.explain(why)
+
+
+async def _to_its_end(server: Server) -> None:
+    """Who is cancelled meanwhile waits for it all the same, some seconds: nobody else knows the processes."""
+    ending = asyncio.ensure_future(server.end())
+    try:
+        await asyncio.shield(ending)
+    except asyncio.CancelledError:
+        await asyncio.wait({ending})
+        if not ending.cancelled() and (error := ending.exception()) is not None:
+            logger.warning("sandbox left to the reaper: %s", error)
+        raise

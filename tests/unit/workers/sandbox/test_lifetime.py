@@ -79,6 +79,9 @@ class LostServer:
     def __init__(self, *, of_memory: bool) -> None:
         self._of_memory = of_memory
         self.num_ends = 0
+        self.ends = asyncio.Event()
+        self.may_end = asyncio.Event()
+        self.may_end.set()
 
     @property
     def client(self) -> CommandClient:
@@ -88,6 +91,8 @@ class LostServer:
         return
 
     async def end(self) -> None:
+        self.ends.set()
+        await self.may_end.wait()
         self.num_ends += 1
 
     def explain(self, why: str) -> str:
@@ -133,3 +138,17 @@ def test_docker_tells_the_want_of_memory_from_other_ends(docker_engine: Engine) 
         engine.remove(f"end-{name}")
     assert engine.died_of_memory("end-greedy", since=since)
     assert not engine.died_of_memory("end-killed", since=since)
+
+
+async def test_a_server_that_ends_ends_whoever_is_cancelled_meanwhile(folders: SandboxFolders) -> None:
+    folders.create(HANDLE, {})
+    server = LostServer(of_memory=False)
+    server.may_end.clear()
+    asking = asyncio.create_task(Session(folders, HANDLE, lambda: server).exec("true", timeout_s=20))
+    await server.ends.wait()
+    asking.cancel()
+    await asyncio.sleep(0)
+    server.may_end.set()
+    with pytest.raises(asyncio.CancelledError):
+        await asking
+    assert server.num_ends == 1
