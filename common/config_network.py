@@ -41,7 +41,7 @@ def parse_destination(text: str) -> Destination:
     """Of `host:port` or `[IPv6 address]:port`. Raises ValueError."""
     host, _, port = text.rpartition(":")
     if not re.fullmatch("[0-9]{1,5}", port) or not 1 <= int(port) <= 65_535:
-        raise ValueError(f"{text!r:.200} must be host:port, such as pypi.org:443")
+        raise ValueError(f"{text!r:.200} must be host:port, such as packages.example.org:443")
     if host.startswith("[") and host.endswith("]"):
         address = _address(host[1:-1])
         if address is None or address.version != 6:
@@ -67,8 +67,8 @@ class NetworkConfig(Section):
     """`none`: no IP at all. `loopback`: what the same command serves on 127.0.0.1 or ::1. `proxy`: that, and through an
     HTTP proxy the destinations of `allow`."""
     allow: tuple[str, ...] = ()
-    """Of `proxy`: "pypi.org:443", "*.pythonhosted.org:443" (all names below), or an address with its port. Names lead
-    to public addresses only; an address that is written here is meant as it is, a private one too."""
+    """Of `proxy`: "packages.example.org:443", "*.files.example.org:443" (all names below), or an address with its
+    port. Names lead to public addresses only; an address that is written here is meant as it is, a private one too."""
     max_sent_bytes: int = Field(default=64 << 20, ge=1)
     """Of `proxy`: what an episode may send in all."""
     max_received_bytes: int = Field(default=1 << 30, ge=1)

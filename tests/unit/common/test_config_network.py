@@ -10,8 +10,8 @@ from common.config_network import NetworkConfig, parse_destination
 @pytest.mark.parametrize(
     ("text", "host", "port"),
     [
-        ("pypi.org:443", "pypi.org", 443),
-        ("Files.PythonHosted.org.:80", "files.pythonhosted.org", 80),
+        ("packages.example.org:443", "packages.example.org", 443),
+        ("Files.Example.org.:80", "files.example.org", 80),
         ("*.example.org:443", "*.example.org", 443),
         ("127.0.0.1:5432", "127.0.0.1", 5432),
         ("[::FFFF:127.0.0.1]:1", "::ffff:7f00:1", 1),
@@ -26,17 +26,17 @@ def test_destinations(text: str, host: str, port: int) -> None:
     "text",
     [
         *(
-            "pypi.org",
-            "pypi.org:0",
-            "pypi.org:65536",
-            "pypi.org:+1",
+            "packages.example.org",
+            "packages.example.org:0",
+            "packages.example.org:65536",
+            "packages.example.org:+1",
             ":443",
             "a b:1",
-            "https://pypi.org:443",
+            "https://packages.example.org:443",
             "é.org:1",
         ),
         *("2130706433:1", "0x7f000001:1", "127.1:1", "017700000001:1", "::1:80", "[127.0.0.1]:80", "a..b:1", "*:443"),
-        *("user@pypi.org:443", "*.*.org:1", "pypi.org:443\n"),
+        *("user@packages.example.org:443", "*.*.org:1", "packages.example.org:443\n"),
     ],
 )
 def test_what_is_no_destination(text: str) -> None:
@@ -48,11 +48,11 @@ def test_a_list_goes_with_the_proxy_alone() -> None:
     with pytest.raises(ValueError, match="needs allow"):
         NetworkConfig(mode="proxy")
     with pytest.raises(ValueError, match='has no effect with mode = "loopback"'):
-        NetworkConfig(mode="loopback", allow=("pypi.org:443",))
+        NetworkConfig(mode="loopback", allow=("packages.example.org:443",))
 
 
 def test_tasks_may_not_open_private_addresses() -> None:
-    task = NetworkConfig(mode="proxy", allow=("10.0.0.1:80", "pypi.org:443", "1.1.1.1:53", "127.0.0.1:99"))
+    task = NetworkConfig(mode="proxy", allow=("10.0.0.1:80", "packages.example.org:443", "1.1.1.1:53", "127.0.0.1:99"))
     run = NetworkConfig(mode="proxy", allow=("127.0.0.1:99",))
     assert task.private_beyond(run) == ["10.0.0.1:80"]
 

@@ -20,7 +20,7 @@ from workers.sandbox.containers import Containers
 from workers.sandbox.folder import SandboxFolders
 from workers.sandbox.protocol import Backend, SandboxSession, SandboxSpec
 
-PROXY = SandboxSpec(network=NetworkConfig(mode="proxy", allow=("pypi.org:443",)))
+PROXY = SandboxSpec(network=NetworkConfig(mode="proxy", allow=("packages.example.org:443",)))
 SERVE = "python3 -m http.server -b 127.0.0.1 8000 >/dev/null 2>&1 & for n in $(seq 100); do sleep 0.1; "
 SERVE += (
     "python3 -c 'import urllib.request as u; print(u.urlopen(\"http://127.0.0.1:8000/notes.txt\").read())' && break; "
@@ -99,8 +99,8 @@ async def test_programs_find_the_proxy(bubblewrap: FolderBackend) -> None:
         fetch = "unset no_proxy NO_PROXY; python3 -c 'import urllib.request as u; print(u.urlopen(\"{}\").read())'"
         result = await session.exec(fetch.format(f"http://127.0.0.1:{service.port}/"), timeout_s=60)
         assert result.output == "b'served'\n"
-        refused = await session.exec(fetch.format("https://pypi.org/simple/"), timeout_s=60)
-        assert "pypi.org:443 is not on the list: [sandbox.network] allow of the run" in refused.output
+        refused = await session.exec(fetch.format("https://packages.example.org/simple/"), timeout_s=60)
+        assert "packages.example.org:443 is not on the list: [sandbox.network] allow of the run" in refused.output
         await session.close()
 
 
@@ -138,7 +138,7 @@ def test_init_tries_the_proxy_of_a_container(request: pytest.FixtureRequest, kin
 
 
 def test_a_task_says_what_it_reaches_but_for_private_addresses() -> None:
-    task = NetworkConfig(mode="proxy", allow=("pypi.org:443",))
+    task = NetworkConfig(mode="proxy", allow=("packages.example.org:443",))
     run = NetworkConfig(mode="loopback")
     assert _network(task, run) is task
     assert _network(None, run) is run
