@@ -1,3 +1,8 @@
+"""Renderers of the published families against the library that renders whole conversations.
+
+Over 400 lines: what one family does differently stands beside what the others do.
+"""
+
 from __future__ import annotations
 
 import json
