@@ -2,7 +2,8 @@
 
 Each episode writes a file, runs commands that leave processes behind, keeps a Python interpreter, runs into its time
 limit now and then, and ends. Counted at the start and at the end: the worker's descriptors, threads, child processes
-and mounts, files of its data folder, control groups, and its memory. Last line: how much they grew.
+and mounts, namespaces of the machine, files of its data folder, control groups, and its memory. Last line: how much
+they grew. Beside nothing else that makes sandboxes.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import tempfile
 import threading
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass, fields
 from pathlib import Path
 
@@ -48,6 +50,9 @@ class Held:
     processes: int
     """Its descendants."""
     mounts: int
+    """Of its own namespace."""
+    namespaces: int
+    """Of processes and of mounts, of the whole machine: each lives as long as a process in it, whoever's child."""
     files: int
     """Below its data folder."""
     cgroups: int
@@ -119,6 +124,7 @@ def held(data_dir: Path) -> Held:
         threads=_num_entries("/proc/self/task"),
         processes=_num_descendants(),
         mounts=len(Path("/proc/self/mountinfo").read_text().splitlines()),
+        namespaces=_num_namespaces(),
         files=sum(1 for path in data_dir.rglob("*") if not path.is_dir()),
         cgroups=sum(1 for _ in Path("/sys/fs/cgroup").glob("**/*rollmill*")),
         mib=resident / 2**20,
@@ -127,6 +133,14 @@ def held(data_dir: Path) -> Held:
 
 def _num_entries(folder: str) -> int:
     return sum(1 for _ in Path(folder).iterdir())
+
+
+def _num_namespaces() -> int:
+    found = set()
+    for path in Path("/proc").glob("[0-9]*/ns"):
+        with suppress(OSError):
+            found |= {(path / kind).readlink() for kind in ("pid", "mnt")}
+    return len(found)
 
 
 def _num_descendants() -> int:

@@ -1,4 +1,7 @@
-"""Each role does its process's whole work with the real functions, and is refused what is not its own."""
+"""Each role does its process's whole work with the real functions, and is refused what is not its own.
+
+Over 400 lines: one role after the other over the same tables, so that a grant which nobody tries is seen.
+"""
 
 from __future__ import annotations
 

@@ -13,8 +13,8 @@ from workers.evaluator.cases import cases_of
 from workers.evaluator.judge import Judge
 from workers.evaluator.submission import FileRules
 from workers.evaluator.suite import Call, InProcess, Test
-from workers.handlers.base import Prepared, Score, tool_error, unknown_tool
-from workers.handlers.shell import COMMAND_TIMEOUT_S, SHELL, show
+from workers.handlers.base import Prepared, Score
+from workers.handlers.shell import SHELL, call_shell
 from workers.sandbox.protocol import SandboxSession
 
 RULES = {
@@ -93,12 +93,7 @@ class Coding:
     async def call_tool(self, call: ToolCall, payload: dict[str, JsonValue], sandbox: SandboxSession | None) -> str:
         """The command's output, cut."""
         assert sandbox is not None, "coding episodes have a sandbox"
-        if call.name != SHELL.name:
-            return unknown_tool(call)
-        command = call.arguments.get("command")
-        if not isinstance(command, str) or not command.strip():
-            return tool_error("shell needs the text command")
-        return show(await sandbox.exec(command, timeout_s=COMMAND_TIMEOUT_S))
+        return await call_shell(call, sandbox)
 
     def submits(self, payload: dict[str, JsonValue]) -> FileRules:
         """Python files, in folders too."""

@@ -94,12 +94,7 @@ class Shell:
     async def call_tool(self, call: ToolCall, payload: dict[str, JsonValue], sandbox: SandboxSession | None) -> str:
         """The command's output, cut to MAX_OUTPUT_CHARS."""
         assert sandbox is not None, "shell episodes have a sandbox"
-        if call.name != SHELL.name:
-            return unknown_tool(call)
-        command = call.arguments.get("command")
-        if not isinstance(command, str) or not command.strip():
-            return tool_error("shell needs the text command")
-        return show(await sandbox.exec(command, timeout_s=COMMAND_TIMEOUT_S))
+        return await call_shell(call, sandbox)
 
     def eval(self, payload: dict[str, JsonValue], transcript: tuple[Message, ...]) -> Score:
         """1 for the right code found with the tool, else 0."""
@@ -115,6 +110,16 @@ def draw_search(rng: random.Random) -> Search:
 def file_text(code: int) -> str:
     """What a file of the search holds."""
     return f"code {code}\n"
+
+
+async def call_shell(call: ToolCall, sandbox: SandboxSession) -> str:
+    """The result of a call of SHELL, for handlers that offer it alone. Raises EpisodeError when the sandbox failed."""
+    if call.name != SHELL.name:
+        return unknown_tool(call)
+    command = call.arguments.get("command")
+    if not isinstance(command, str) or not command.strip():
+        return tool_error("shell needs the text command")
+    return show(await sandbox.exec(command, timeout_s=COMMAND_TIMEOUT_S))
 
 
 def show(result: ExecResult) -> str:

@@ -27,6 +27,7 @@ from workers.sandbox.inside.calls import CALLS
 from workers.sandbox.inside.command import Command
 from workers.sandbox.inside.file_tools import FileTools
 from workers.sandbox.inside.frames import Gone, Stuck, read_request, write_reply
+from workers.sandbox.inside.kernel_limits import limit_resources
 from workers.sandbox.inside.own_files import clear_folder, forgiving, write_file
 from workers.sandbox.inside.processes import ProcStat, all_processes
 from workers.sandbox.inside.python_tool import PythonTool
@@ -184,26 +185,7 @@ class Server:
         for place, fd in enumerate(fds):
             os.dup2(fd, place)
         os.nice(NICENESS)
-        self._limit_resources()
-
-    def _limit_resources(self) -> None:
-        for name, limit in (
-            (resource.RLIMIT_AS, self.limits["address_bytes"]),
-            (resource.RLIMIT_FSIZE, self.limits["file_bytes"]),
-            (resource.RLIMIT_NOFILE, self.limits["num_files"]),
-            (resource.RLIMIT_CORE, 0),
-            (resource.RLIMIT_MSGQUEUE, 0),
-            (resource.RLIMIT_MEMLOCK, 64 << 10),
-        ):
-            try:
-                resource.setrlimit(name, (limit, limit))
-            except ValueError:
-                # gVisor has neither such queues nor a way to limit them.
-                if name != resource.RLIMIT_MSGQUEUE:
-                    raise
-        if self.limits["kernel_processes"]:
-            limit = self.limits["kernel_processes"]
-            resource.setrlimit(resource.RLIMIT_NPROC, (limit, limit))
+        limit_resources(self.limits)
 
     def _enter(self, path: str) -> None:
         """Go to a folder. One below the first is reached from there: the way to that may be closed to the commands."""
@@ -299,14 +281,14 @@ class Server:
     def _kill_all(self) -> None:
         if self._has_namespace and self.python.pid is not None:
             # None of those that stand still can fork, or wake another.
-            _forgiving_kill(-1, signal.SIGSTOP)
+            forgiving(os.kill, -1, signal.SIGSTOP)
         elif self._has_namespace:
             # One call for all of them, during which none can fork: no bomb is faster.
-            _forgiving_kill(-1, signal.SIGKILL)
+            forgiving(os.kill, -1, signal.SIGKILL)
             return
         for process in self.processes():
             if process.pid != self.python.pid:
-                _forgiving_kill(process.pid, signal.SIGKILL)
+                forgiving(os.kill, process.pid, signal.SIGKILL)
 
     def reap(self, reaped: Any) -> bool:
         """Take leave of the dead; whether no process is left."""
@@ -337,13 +319,6 @@ def _not_started(error: OSError) -> tuple[dict[str, Any], bytes]:
 
 def _without_input(output_fd: int) -> tuple[int, int, int]:
     return os.open("/dev/null", os.O_RDONLY), output_fd, output_fd
-
-
-def _forgiving_kill(pid: int, number: int) -> None:
-    try:
-        os.kill(pid, number)
-    except OSError:
-        pass
 
 
 def lend_listener(port: int, way: int | str) -> None:
@@ -388,7 +363,7 @@ def main(arguments: list[str]) -> int:
             return 1
     for name in os.listdir("/proc/self/fd"):
         if int(name) > 2 and int(name) not in (in_fd, out_fd):
-            forgiving(os.close, int(name))  # type: ignore[arg-type]
+            forgiving(os.close, int(name))
     own_folder = None
     if config["state_folder"] is None:
         import tempfile

@@ -7,9 +7,19 @@ import inspect
 from functools import cache
 
 from workers.sandbox import command_server
-from workers.sandbox.inside import calls, command, file_tools, frames, interpreter, own_files, processes, python_tool
+from workers.sandbox.inside import (
+    calls,
+    command,
+    file_tools,
+    frames,
+    interpreter,
+    kernel_limits,
+    own_files,
+    processes,
+    python_tool,
+)
 
-MODULES = (frames, own_files, processes, command, calls, file_tools, python_tool, command_server)
+MODULES = (frames, kernel_limits, own_files, processes, command, calls, file_tools, python_tool, command_server)
 """Each behind those whose names it uses."""
 OURS = "workers.sandbox."
 

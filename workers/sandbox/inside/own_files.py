@@ -18,9 +18,10 @@ def clear_folder(folder: str) -> None:
             forgiving(os.unlink if os.path.islink(path) else os.rmdir, path)
 
 
-def forgiving(remove: Any, path: str) -> None:
+def forgiving(call: Any, *arguments: Any) -> None:
+    """Call it; what the system refuses is left as it is."""
     try:
-        remove(path)
+        call(*arguments)
     except OSError:
         pass
 
