@@ -12,6 +12,8 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check
 VOCABULARIES := qwen-agent==0.0.34 llama-models==0.3.0
 # Its losses are what the trainer's are compared with.
 TRL := trl==1.16.0
+# Where metrics may go. They bring 35 packages with them that nothing else needs.
+SINKS := mlflow-skinny==3.17.2 wandb==0.31.0
 export BROKER ENGINE
 
 .PHONY: help demo dev check test test-sandbox test-trainer test-vllm engine chaos services clean
@@ -33,8 +35,8 @@ $(VENV)/.dev: $(VENV)/.demo
 	@$(PIP) install -q --no-deps $(VOCABULARIES)
 	@touch $@
 
-$(VENV)/.trl: $(VENV)/.dev
-	@$(PIP) install -q -c requirements.lock $(TRL)
+$(VENV)/.trainer: $(VENV)/.dev
+	@$(PIP) install -q -c requirements.lock $(TRL) $(SINKS)
 	@touch $@
 
 # vLLM's pins are its own, so it lives apart. torchvision, torchaudio and torchcodec break its imports: the lock names
@@ -74,7 +76,7 @@ test-sandbox: $(VENV)/.dev services ## what agents do to a shell, attacks on the
 	@SANDBOX_FIGURES=1 $(BIN)/python -m pytest tests/unit/workers/sandbox -q -rsfE -n 2 --dist loadfile \
 		-m "robustness or attack or cheat" $(ARGS)
 
-test-trainer: $(VENV)/.trl ## the trainer's unit tests and crash tests, then its losses in other packings and against TRL's
+test-trainer: $(VENV)/.trainer ## the trainer's unit tests and crash tests, then its losses in other packings and against TRL's
 	@$(BIN)/python -m pytest tests/unit/trainer tests/integration/test_own_trainer.py \
 		tests/integration/test_distillation.py -q
 	@$(BIN)/python -m pytest tests/integration/test_restore.py tests/integration/test_trainer_crashes.py -q

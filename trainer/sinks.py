@@ -63,7 +63,7 @@ class WeightsAndBiases:
 class MLflow:
     """A run of MLflow with the run's name, gone on with when the trainer starts again.
 
-    MLFLOW_TRACKING_URI says where; without it, a SQLite file in the data folder, which needs the whole of mlflow.
+    MLFLOW_TRACKING_URI says where; without it, a SQLite file in the data folder.
     """
 
     def __init__(self, first: int, *, config: RunConfig, data_dir: Path) -> None:
