@@ -31,8 +31,7 @@ from deploy.ports import free_port, http_ok
 from deploy.process import ProcessSpec
 
 STALENESS = (1, 2, 3, 4)
-WAITING_STALENESS = (2, 4)
-"""With late_groups = "wait"."""
+"""Each with late_groups = "drop" and "wait"."""
 TOKEN_S = 0.1
 """At scale 1: the median episode takes 2 s, one of the tail 20 s."""
 LOAD_S = 0.1
@@ -147,9 +146,7 @@ def all_ways(seeds: Sequence[int]) -> list[Way]:
     ways = []
     for seed in seeds:
         ways += [Way(max_staleness=bound, seed=seed, port=free_port()) for bound in (None, 0, *STALENESS)]
-        ways += [
-            Way(max_staleness=bound, late_groups="wait", seed=seed, port=free_port()) for bound in WAITING_STALENESS
-        ]
+        ways += [Way(max_staleness=bound, late_groups="wait", seed=seed, port=free_port()) for bound in STALENESS]
     return ways
 
 
