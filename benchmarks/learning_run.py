@@ -18,6 +18,7 @@ import numpy as np
 import torch
 from pydantic import JsonValue
 
+from benchmarks.commands_only import CommandsOnly
 from common.config import TINY_MODELS, RolloutConfig, RunConfig
 from common.config_train import TrainConfig
 from common.db.steps import ScoredGroup
@@ -232,7 +233,7 @@ def _tokens(turn: Turn) -> TurnTokens:
     )
 
 
-class _ReadOnlyFiles:
+class _ReadOnlyFiles(CommandsOnly):
     """What the shell task needs of a sandbox, without one: `ls` and `cat FILE`; all else is an unknown command."""
 
     def __init__(self, files: Mapping[str, str]) -> None:
@@ -252,9 +253,6 @@ class _ReadOnlyFiles:
                 return _result(127, f"sh: 1: {name}: not found\n")
             case _:
                 return _result(0, "")
-
-    async def close(self) -> None:
-        """There is nothing to end."""
 
     def _cat(self, names: Sequence[str]) -> ExecResult:
         missing = [name for name in names if name not in self._files]

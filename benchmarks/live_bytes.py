@@ -14,7 +14,7 @@ class LiveBytes(TorchDispatchMode):
     """Within the block: `live` bytes of all tensors made there that still live, and their `peak`."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]  # torch's base has no types
         self.live = self.peak = 0
 
     def __torch_dispatch__(

@@ -15,9 +15,11 @@ import torch
 from common.config_train import TrainConfig
 from trainer.losses import StepTotals, policy_loss
 
-LOSSES = ({"loss": "ppo"}, {"loss": "gspo", "clip_low": 0.02, "clip_high": 0.03}, {"loss": "cispo"})
-AVERAGES = ({"average": "token"}, {"average": "episode"}, {"average": "constant", "divisor_tokens": 32})
-CORRECTIONS = (
+Fields = Sequence[Mapping[str, object]]
+"""Choices of one kind: fields of a TrainConfig."""
+LOSSES: Fields = ({"loss": "ppo"}, {"loss": "gspo", "clip_low": 0.02, "clip_high": 0.03}, {"loss": "cispo"})
+AVERAGES: Fields = ({"average": "token"}, {"average": "episode"}, {"average": "constant", "divisor_tokens": 32})
+CORRECTIONS: Fields = (
     {},
     {"anchor": "proximal"},
     {"anchor": "proximal", "correction": "mask", "importance_cap": 1.3},
@@ -25,12 +27,12 @@ CORRECTIONS = (
     {"anchor": "proximal", "correction_level": "sequence"},
     {"anchor": "proximal", "correction_level": "sequence", "correction": "mask", "importance_floor": 0.5},
 )
-PENALTIES = (
+PENALTIES: Fields = (
     {},
     {"kl": "loss", "kl_coefficient": 0.1, "kl_estimator": "k2"},
     {"kl": "loss", "kl_coefficient": 0.1, "kl_estimator": "k3", "entropy_coefficient": 0.01},
 )
-TEACHER = {"distill": {"teacher": "any", "weight": 0.5}}
+TEACHER: Mapping[str, object] = {"distill": {"teacher": "any", "weight": 0.5}}
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -13,6 +13,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Awaitable, Callable, Sequence
+from functools import partial
 from pathlib import Path
 
 from rich.console import Console
@@ -51,7 +52,7 @@ class Bench:
         await self._time("start", at_once, lambda: run(session, "true"))
         for name, command in ACTIONS.items():
             for _ in range(NUM_ACTIONS):
-                await self._time(name, at_once, lambda command=command: run(session, command))
+                await self._time(name, at_once, partial(run, session, command))
         await self._time("end", at_once, session.close)
         await self._time("episode", at_once, lambda: self._short_episode(handle))
         await asyncio.to_thread(self._backend.destroy, handle)

@@ -143,7 +143,8 @@ def flops_per_token(policy: Policy, rows: Sequence[Sample]) -> float:
     config = policy.model.config
     parameters = sum(parameter.numel() for parameter in policy.model.parameters())
     seen = sum(len(row.ids_L) ** 2 for row in rows) / sum(len(row.ids_L) for row in rows)
-    return 6 * parameters + 6 * config.num_hidden_layers * config.num_attention_heads * config.head_dim * seen
+    attention: float = config.num_hidden_layers * config.num_attention_heads * config.head_dim * seen
+    return 6 * parameters + 6 * attention
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

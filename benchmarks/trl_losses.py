@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Sequence
 from types import SimpleNamespace
+from typing import Any
 
 import torch
 from trl.trainer.grpo_trainer import GRPOTrainer
@@ -18,7 +19,7 @@ MAX_TOKENS = 32
 """The constant of Dr. GRPO."""
 KL = {"kl": "loss", "kl_coefficient": 0.1, "kl_estimator": "k3"}
 
-CASES: dict[str, tuple[dict[str, object], dict[str, object]]] = {
+CASES: dict[str, tuple[dict[str, object], dict[str, Any]]] = {
     "grpo": ({"clip_high": 0.2, "dual_clip": 1e9, "average": "episode"}, {"loss_type": "grpo", "epsilon_high": 0.2}),
     "grpo with kl": ({"average": "episode", "dual_clip": 1e9} | KL, {"loss_type": "grpo", "beta": 0.1}),
     "dr_grpo": (

@@ -15,7 +15,7 @@ from trainer.modelling import load_model
 
 def make_adapted(base: Path, *, seed: int, rank: int = 4) -> PreTrainedModel:
     """A model whose adapter changes every log-prob by far more than rounding does."""
-    model = with_adapter(load_model(base), train=TrainConfig(lora_rank=rank), seed=seed).eval()  # type: ignore[no-untyped-call]
+    model = with_adapter(load_model(base), train=TrainConfig(lora_rank=rank), seed=seed).eval()
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, parameter in model.named_parameters():

@@ -49,7 +49,7 @@ def load_model(folder: Path) -> PreTrainedModel:
     if not (folder / "config.json").is_file():
         raise SetupError(f"model folder {folder} has no config.json: set `model` to a folder of Hugging Face format")
     # stderr is the log.
-    disable_progress_bar()  # type: ignore[no-untyped-call]
+    disable_progress_bar()
     try:
         model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, local_files_only=True)
     except (OSError, ValueError) as error:

@@ -80,7 +80,7 @@ class Policy:
         `teacher` is that of train.distill; None where there is none, or where it is a server.
         """
         # Without dropout: the ratio to the behaviour log-probs must be 1 where the weights are the same.
-        self.model: PreTrainedModel = set_up(model, train=train).eval()  # type: ignore[no-untyped-call]
+        self.model: PreTrainedModel = set_up(model, train=train).eval()
         recompute_layers(self.model)
         self.train = train
         self.seed = seed
@@ -126,7 +126,7 @@ class Policy:
     def _make_frozen(self, model: PreTrainedModel | None, *, temperature: float, top_p: float) -> TokenScorer | None:
         if model is None:
             return None
-        set_up(model, train=self.train).eval()  # type: ignore[no-untyped-call]
+        set_up(model, train=self.train).eval()
         return self._make_scorer(model, temperature=temperature, top_p=top_p)
 
     def _trained(self) -> dict[str, torch.nn.Parameter]:
@@ -352,7 +352,7 @@ class Policy:
             finite_B = loss_B.isfinite() & logprobs_BL.isfinite().all(dim=1)
             wrong |= {row.episode_id for row, good in zip(part.samples, finite_B, strict=True) if not good}
             total = loss_B.sum()
-            total.backward()  # type: ignore[no-untyped-call]
+            total.backward()
             loss += total.item()
             stats += part_stats
         episodes = {row.episode_id for part in minibatch for row in part.samples}

@@ -169,7 +169,7 @@ def main(argv: Sequence[str]) -> None:
     if len(arguments.rows) != len(arguments.steps):
         parser.error(f"{len(arguments.rows)} --rows but {len(arguments.steps)} --steps")
     torch.set_num_threads(1)
-    disable_progress_bar()  # type: ignore[no-untyped-call]
+    disable_progress_bar()
     try:
         train_folder(arguments.model, arguments.rows, arguments.steps, arguments.out, seed=arguments.seed)
     except (SetupError, OSError) as error:

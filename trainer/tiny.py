@@ -138,13 +138,13 @@ def make_model(*, eos_id: int, pad_id: int, seed: int) -> Qwen3ForCausalLM:
     torch.manual_seed(seed)
     model = Qwen3ForCausalLM(config)
     torch.nn.init.normal_(model.model.embed_tokens.weight, std=EMBEDDING_STD)
-    model.generation_config = GenerationConfig(eos_token_id=eos_id, pad_token_id=pad_id)  # type: ignore[no-untyped-call]
+    model.generation_config = GenerationConfig(eos_token_id=eos_id, pad_token_id=pad_id)
     return model
 
 
 def save_model(model: PreTrainedModel, folder: Path) -> None:
     """Write config and float16 weights."""
-    model.half().save_pretrained(folder)  # type: ignore[no-untyped-call]
+    model.half().save_pretrained(folder)
 
 
 def make_folder(out: Path, corpus: list[Path], *, seed: int) -> None:
@@ -167,7 +167,7 @@ def main() -> None:
     )
     parser.add_argument("--seed", type=int, default=0, help="seed of the weights")
     arguments = parser.parse_args()
-    disable_progress_bar()  # type: ignore[no-untyped-call]
+    disable_progress_bar()
     try:
         make_folder(arguments.out, arguments.corpus, seed=arguments.seed)
     except (SetupError, OSError) as error:

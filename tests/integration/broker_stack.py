@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shutil
 import subprocess
 import sys
 import time
@@ -26,6 +25,7 @@ from common.settings import Settings
 from common.weights import WeightStore
 from deploy.broker_queues import make_queues
 from tests.integration.world import World, make_turn
+from tests.version_files import writing
 
 ROOT = Path(__file__).parents[2]
 
@@ -132,7 +132,7 @@ def open_run(database: Database, config: RunConfig, *, engine_url: str, weights:
         run = runs.open_run(conn, config)
         engines.register(conn, engine_url, run_id=run.id)
     published = WeightStore(weights).publish(
-        run.name, 0, lambda folder: shutil.copy(config.model / "model.safetensors", folder)
+        run.name, 0, writing("model.safetensors", (config.model / "model.safetensors").read_bytes())
     )
     with database.begin() as conn:
         versions.publish(conn, run.id, 0, published)

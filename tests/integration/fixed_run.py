@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+from pydantic import JsonValue
 from safetensors.numpy import load_file
 from sqlalchemy import text
 
@@ -150,7 +151,7 @@ def make_fixed_run(
     with database.begin() as conn:
         run = runs.open_run(conn, config)
         engines.register(conn, f"http://{name}", run_id=run.id)
-        payloads = [(str(index), {}) for index in range(config.num_groups)]
+        payloads: list[tuple[str, dict[str, JsonValue]]] = [(str(index), {}) for index in range(config.num_groups)]
         tasks.load(conn, dataset=config.dataset_name, handler="calculator", payloads=payloads)
         world = World(database, run, tasks.ids(conn, config.dataset_name))
     _play(world, config, played)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
 from uuid import UUID
 
 import pytest
@@ -166,11 +168,12 @@ class Lockstep:
 
     def move_on(self, claim: Claim, *, sandbox: bool = False, outcome: Outcome = Outcome.FINISHED) -> list[Wakeup]:
         """What a stage does when its work is done."""
-        to, result = {
+        ends: dict[Stage, tuple[EpisodeState, dict[str, Any]]] = {
             Stage.INIT: (EpisodeState.READY, {"prepared": {"sandbox": "box" if sandbox else None}}),
             Stage.RUN: (EpisodeState.SAMPLED, {"outcome": outcome}),
             Stage.EVAL: (EpisodeState.SCORED, {"reward": 0.5, "reward_parts": {"right": 0.5}}),
-        }[claim.stage]
+        }
+        to, result = ends[claim.stage]
         if not self.holds(claim):
             with pytest.raises(LeaseLost), self.database.begin() as conn:
                 episodes.move(conn, claim, to, why="done", **result)
@@ -192,14 +195,20 @@ class Lockstep:
         """What a stage does after a failure of infrastructure."""
         episode = self.episodes[claim.episode_id]
         afresh = claim.stage is Stage.INIT or (claim.stage is Stage.RUN and episode.sandbox)
-        arguments = {"outcome": outcome, "detail": "broken", "afresh": afresh, "max_attempts": MAX_ATTEMPTS}
-        arguments["backoff"] = backoff
+        fail = partial(
+            retries.retry,
+            outcome=outcome,
+            detail="broken",
+            afresh=afresh,
+            max_attempts=MAX_ATTEMPTS,
+            backoff=backoff,
+        )
         if not self.holds(claim):
             with pytest.raises(LeaseLost), self.database.begin() as conn:
-                retries.retry(conn, claim, **arguments)
+                fail(conn, claim)
             return []
         with self.database.begin() as conn:
-            wakeup = retries.retry(conn, claim, **arguments)
+            wakeup = fail(conn, claim)
         episode.give_back(afresh=afresh, outcome=outcome, backoff=backoff)
         return self._announced([wakeup] if wakeup else [], [claim.episode_id])
 

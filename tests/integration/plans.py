@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -33,14 +33,13 @@ def scans_of(conn: Connection) -> Iterator[list[Scan]]:
         assert not many, f"a batch can't be explained: {statement}"
         if statement.startswith("PREPARE"):
             return
-        dbapi = conn.connection.dbapi_connection
-        assert dbapi is not None
-        with dbapi.cursor() as cursor:
+        with closing(conn.connection.cursor()) as cursor:
             cursor.execute("SAVEPOINT explaining")
             # The plan that a prepared statement ends up with, whatever its parameters.
             cursor.execute("SET LOCAL plan_cache_mode = force_generic_plan")
             cursor.execute(f"EXPLAIN (ANALYZE, TIMING OFF, FORMAT JSON) {statement}", parameters)
-            scans.extend(_scans(cursor.fetchone()[0][0]["Plan"]))
+            ((plans,),) = cursor.fetchall()
+            scans.extend(_scans(plans[0]["Plan"]))
             cursor.execute("ROLLBACK TO explaining")
 
     event.listen(conn, "before_cursor_execute", explain)

@@ -24,6 +24,7 @@ from common.weight_cache import WeightCache
 from common.weights import Published, VersionStore, WeightStore, version_name
 from tests.claims import make_claim
 from tests.unit.workers.waiting import until
+from tests.version_files import writing
 from workers.engine_client import EngineClient
 from workers.engine_list import CACHE_S
 from workers.engine_pool import EnginePool
@@ -64,9 +65,7 @@ class Scene:
             return engines.serving(conn, run_id)
 
     def publish(self, number: int, *, store: VersionStore | None = None) -> Published:
-        published = (store or self.store).publish(
-            self.run.name, number, lambda folder: (folder / FILE).write_bytes(b"w" * (number + 1))
-        )
+        published = (store or self.store).publish(self.run.name, number, writing(FILE, b"w" * (number + 1)))
         with self.database.begin() as conn:
             versions.publish(conn, self.run.id, number, published)
         return published
@@ -90,6 +89,9 @@ class Scene:
     async def until_serving(self, number: int) -> None:
         await until(lambda: self.stored.version == number and self.stored.state == "SERVING")
         assert self.engine.adapters[version_name("run-a", number)] == str(self.store.path("run-a", number))
+
+    async def until_stored(self, number: int) -> None:
+        await until(lambda: self.stored.version == number)
 
     async def until_held(self, *numbers: int) -> None:
         await until(lambda: set(self.engine.adapters) == {version_name("run-a", number) for number in numbers})
@@ -251,7 +253,7 @@ async def test_adapters_in_a_bucket_are_loaded_from_the_cache_and_stay_there_as_
     async with scene.keeping():
         for number in range(8):
             scene.publish(number, store=bucket)
-            await until(lambda number=number: scene.stored.version == number)
+            await scene.until_stored(number)
         await scene.until_held(5, 6, 7)
         last = scene.engine.adapters["run-a/000007"]
     assert scene.stored.num_loads == 8

@@ -106,7 +106,7 @@ def test_each_fleet_takes_from_its_own_queue_alone(node: Node, urls: dict[Broker
     node.fresh_queues(QueueKind.CLASSIC)
     for user in BrokerUser:
         for stage in Stage:
-            if user == stage:
+            if user.value == stage.value:
                 take(urls[user], stage)
             else:
                 with pytest.raises(AccessRefused, match=f"access to queue '{stage}'"):

@@ -246,18 +246,19 @@ def test_heartbeats_workers_and_two_cancellations_at_once_leave_each_episode_fin
                 continue
         return failed
 
-    def cancel_all(of: Callable[..., Cancelled], what: object) -> int:
+    def cancel_all() -> int:
         with world.database.begin() as conn:
-            return of(conn, what, why="at once").num_cancelled
+            ids = [wakeup.episode_id for wakeup in wakeups]
+            return cancel.cancel_episodes(conn, ids, why="at once").num_cancelled
 
-    tried = [
-        thread.submit(heartbeat),
-        thread.submit(fail_all),
-        thread.submit(cancel_all, cancel.cancel_episodes, [wakeup.episode_id for wakeup in wakeups]),
-        thread.submit(cancel_all, cancel.cancel_run, world.run.id),
-    ]
-    tried[0].result(60)
-    assert sum(int(each.result(60) or 0) for each in tried[1:]) == len(wakeups)
+    def cancel_run() -> int:
+        with world.database.begin() as conn:
+            return cancel.cancel_run(conn, world.run.id, why="at once").num_cancelled
+
+    beating = thread.submit(heartbeat)
+    ending = [thread.submit(end) for end in (fail_all, cancel_all, cancel_run)]
+    beating.result(60)
+    assert sum(each.result(60) for each in ending) == len(wakeups)
     assert count(world, "episode", "state IN ('FAILED', 'CANCELLED') AND claim_token IS NULL") == len(wakeups)
     assert count(world, "episode_group", "state = 'COMPLETE' AND num_final = size") == 60
 

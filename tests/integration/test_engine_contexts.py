@@ -18,6 +18,7 @@ from common.db.session import Database
 from common.weight_cache import WeightCache
 from common.weights import WeightStore
 from tests.unit.workers.waiting import until
+from tests.version_files import writing
 from workers.engine_client import EngineClient
 from workers.scripted_engine import ScriptedEngine
 from workers.weight_keeper import WeightKeeper
@@ -74,7 +75,7 @@ async def test_one_that_comes_back_with_a_shorter_context_is_quarantined_and_loa
         train=TrainConfig(lora_rank=lora_rank),
     )
     store = WeightStore(tmp_path)
-    published = store.publish("run-a", 0, lambda folder: (folder / "model.bin").write_bytes(b"w"))
+    published = store.publish("run-a", 0, writing("model.bin", b"w"))
     with database.begin() as conn:
         run = runs.open_run(conn, config)
         versions.publish(conn, run.id, 0, published)

@@ -291,9 +291,10 @@ def test_a_claim_takes_the_configuration_that_its_process_has_parsed(world: Worl
 def fail(world: World, wakeup: Wakeup, backoff: Backoff) -> float | None:
     """Seconds that an episode whose EVAL fails has to wait; None = its message is sent at once."""
     claim = world.must_claim(wakeup)
-    failure = {"outcome": Outcome.HANDLER_FAILED, "detail": "boom", "afresh": False, "max_attempts": 99}
     with world.database.begin() as conn:
-        again = retries.retry(conn, claim, **failure, backoff=backoff)
+        again = retries.retry(
+            conn, claim, outcome=Outcome.HANDLER_FAILED, detail="boom", afresh=False, max_attempts=99, backoff=backoff
+        )
         wait_s = conn.execute(
             text("SELECT extract(epoch FROM not_before - now()) FROM episode WHERE id = :id"), {"id": wakeup.episode_id}
         ).scalar_one()

@@ -63,7 +63,7 @@ class Scene(World):
     def wanted(self) -> int | None:
         with self.database.begin() as conn:
             wanted = versions.wanted(conn, self.run.id)
-        return wanted and wanted.number
+        return None if wanted is None else wanted.number
 
     def results(self) -> tuple[Evaluation, ...]:
         with self.database.begin() as conn:

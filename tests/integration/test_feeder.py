@@ -12,6 +12,7 @@ from common.db.episodes import Wakeup
 from common.db.runs import Run
 from common.db.session import Database
 from common.errors import SetupError
+from tests.integration.world import unheard
 from workers.feeder import Feeder
 from workers.render.of_run import renderer_of
 
@@ -77,11 +78,11 @@ def test_a_new_run_reads_the_file_as_it_is_now_and_an_old_one_refuses_it(databas
     file = tmp_path / "tasks.jsonl"
     file.write_text('{"q": "a"}\n')
     old = make_run(database, "old", dataset=file)
-    Feeder(database, list).round()
+    Feeder(database, unheard).round()
     file.write_text('{"q": "b"}\n')
     new = make_run(database, "new", dataset=file)
 
-    Feeder(database, list).round()
+    Feeder(database, unheard).round()
 
     assert tasks_of(database, old) == {("calculator", "a")}
     assert tasks_of(database, new) == {("calculator", "b")}
@@ -121,10 +122,10 @@ def test_a_run_whose_template_cannot_be_extended_is_not_fed(database: Database, 
 
 def test_a_run_without_groups_takes_a_corrected_configuration(database: Database):
     make_run(database, "run", handler="nothing")
-    Feeder(database, list).round()
+    Feeder(database, unheard).round()
     run = make_run(database, "run", handler="calculator")
     assert error_of(database, run) is None
-    Feeder(database, list).round()
+    Feeder(database, unheard).round()
     assert tasks_of(database, run)
     with pytest.raises(SetupError, match="exists with another configuration: handler: calculator -> shell"):
         make_run(database, "run", handler="shell")

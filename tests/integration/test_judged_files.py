@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from pydantic import JsonValue
 from sqlalchemy import text
 
 from common.config import TINY_MODELS, RolloutConfig, RunConfig
@@ -52,7 +53,7 @@ def test_of_none():
 def test_that_is_wrong():
     assert solve([1]) == 2
 """
-PAYLOAD = {
+PAYLOAD: dict[str, JsonValue] = {
     "question": "Write solution.py: solve(numbers) returns the sum of the numbers.",
     "cases": [{"arguments": [[1, 2]], "expected": 3}, {"arguments": [[5]], "expected": 5}],
     "checks": {"source": CHECKS, "functions": ["test_of_none"], "canary": "test_that_is_wrong"},

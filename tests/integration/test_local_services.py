@@ -18,7 +18,7 @@ import tempfile
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 import pytest
@@ -92,7 +92,7 @@ def data_dir() -> Iterator[Path]:
     shutil.rmtree(path)
 
 
-def execute(url: str, statement: str) -> list[int]:
+def execute(url: str, statement: str) -> list[object]:
     database = Database.connect(url)
     try:
         with database.begin() as conn:
@@ -354,8 +354,8 @@ def test_a_malformed_broker_url_is_named(url: str) -> None:
         check_broker(url)
 
 
-def stack_in(data_dir: Path, *, engine_port: int | None = None, **given: str) -> LocalStack:
-    settings = Settings.model_validate({"data_dir": data_dir, "database_url": None, "broker_url": None, **given})
+def stack_in(data_dir: Path, urls: Mapping[str, str] | None = None, *, engine_port: int | None = None) -> LocalStack:
+    settings = Settings.model_validate({"data_dir": data_dir, "database_url": None, "broker_url": None, **(urls or {})})
     return LocalStack(settings, StackPlan(model_dir=data_dir, trainer_config=data_dir, engine_port=engine_port))
 
 
@@ -380,7 +380,7 @@ def test_given_servers_are_used_and_not_started(data_dir: Path) -> None:
 def test_a_given_server_that_is_not_there_ends_the_start(data_dir: Path, broken: str) -> None:
     port = free_port()
     url = {"database_url": f"postgresql://a:b@127.0.0.1:{port}/c", "broker_url": f"amqp://a:b@127.0.0.1:{port}//"}
-    with stack_in(data_dir, **{broken: url[broken]}) as stack, pytest.raises(SetupError, match=f"127.0.0.1:{port}"):
+    with stack_in(data_dir, {broken: url[broken]}) as stack, pytest.raises(SetupError, match=f"127.0.0.1:{port}"):
         stack.start(_unreachable)
     assert_nothing_left(data_dir)
 
@@ -410,7 +410,9 @@ def test_rabbitmq_waits_a_day_for_an_acknowledgement_and_shows_its_queues(data_d
         ).stdout
         assert "{consumer_timeout,86400000}" in environment
         assert server.api_url is not None
-        scheme, user, password, host = re.fullmatch(r"(\w+://)(\w+):(\w+)@(.*)", server.api_url).groups()
+        parts = re.fullmatch(r"(\w+://)(\w+):(\w+)@(.*)", server.api_url)
+        assert parts is not None
+        scheme, user, password, host = parts.groups()
         wait_until(listens(int(re.findall(r":(\d+)/", host)[0])))
         assert status_of(f"{scheme}{host}queues", user, password) == 200
     assert_nothing_left(data_dir)

@@ -20,7 +20,7 @@ from common.episode import DropReason, EpisodeState, Stage, episode_digest
 from common.errors import DatabaseUnavailable
 from common.outcomes import Outcome
 from common.weights import Published
-from tests.integration.world import World, make_turn
+from tests.integration.world import World, make_turn, unheard
 from trainer.source import wait_for_work
 from workers.feeder import Feeder, next_tasks
 
@@ -97,7 +97,7 @@ def group_states(world: World) -> list[str]:
 
 def test_dropped_groups_free_their_slots_and_exactly_as_many_are_made_again(database: Database):
     world = open_world(database)
-    feeder = Feeder(database, list)
+    feeder = Feeder(database, unheard)
     assert feeder.round() == 4
     play(world, (1, 1), (0, 1), (0, 0))
     done = take(world)
@@ -113,7 +113,7 @@ def test_dropped_groups_free_their_slots_and_exactly_as_many_are_made_again(data
 
 def test_a_group_that_two_reasons_speak_against_is_dropped_and_replaced_once(database: Database):
     world = open_world(database, max_staleness=0)
-    feeder = Feeder(database, list)
+    feeder = Feeder(database, unheard)
     assert feeder.round() == 2
     play(world, (1, 1), (0, 0))
     done = take(world, version_in=1)
@@ -126,7 +126,7 @@ def test_a_group_that_two_reasons_speak_against_is_dropped_and_replaced_once(dat
 def test_the_raw_reward_decides_whatever_its_parts_say(database: Database):
     """A penalty among the parts gives a group of right answers no variance."""
     world = open_world(database)
-    Feeder(database, list).round()
+    Feeder(database, unheard).round()
     play(world, (1, 1), (1, 0.5), parts=True)
     assert take(world).dropped == {DropReason.ZERO_VARIANCE: 1}
 
@@ -134,7 +134,7 @@ def test_the_raw_reward_decides_whatever_its_parts_say(database: Database):
 def test_an_episode_that_says_nothing_of_the_policy_gives_no_variance(database: Database):
     world = open_world(database, groups_per_step=1)
     world.run = runs_with_group_size(world, 3)
-    Feeder(database, list).round()
+    Feeder(database, unheard).round()
     with database.begin() as conn:
         first = conn.execute(text("SELECT id FROM episode ORDER BY id LIMIT 1")).scalar_one()
     claim = world.must_claim(episodes.Wakeup(stage=Stage.INIT, episode_id=first, attempt=1))
@@ -152,7 +152,7 @@ def runs_with_group_size(world: World, size: int) -> Run:
 
 def test_by_default_they_are_trained(database: Database):
     world = open_world(database, zero_variance="train")
-    Feeder(database, list).round()
+    Feeder(database, unheard).round()
     play(world, (1, 1), (0, 0))
     done = take(world)
     assert (done.dropped, done.num_zero_variance, done.step is not None) == ({}, 0, True)
@@ -161,7 +161,7 @@ def test_by_default_they_are_trained(database: Database):
 def test_a_policy_that_has_solved_everything_comes_to_an_end(database: Database):
     """At most three groups are replaced for a version; then groups without variance are trained, and counted."""
     world = open_world(database, max_refills_per_step=3, max_staleness=0)
-    feeder = Feeder(database, list)
+    feeder = Feeder(database, unheard)
     trained, dropped = [], []
     for version in range(3):
         serve(database, world.run, version)
@@ -192,7 +192,7 @@ def test_the_trainer_takes_groups_without_variance_once_its_refills_are_used_up(
     world = open_world(database, max_refills_per_step=1)
     with database.begin() as conn:
         versions.publish(conn, world.run.id, 0, PUBLISHED)
-    Feeder(database, list).round()
+    Feeder(database, unheard).round()
     play(world, (1, 1), (1, 1), (0, 1))
     work = wait_for_work(database, world.run, version=0, stop=threading.Event(), look_up=lambda: None)
     assert work is not None
@@ -205,7 +205,7 @@ def test_the_trainer_takes_groups_without_variance_once_its_refills_are_used_up(
                                     "UPDATE episode SET reward = 0 WHERE id = 1"])  # fmt: skip
 def test_the_audit_finds_a_group_that_was_dropped_without_need(database: Database, damage: str):
     world = open_world(database)
-    Feeder(database, list).round()
+    Feeder(database, unheard).round()
     play(world, (1, 1), (1, 0), (1, 0))
     done = take(world)
     finish(world, done)
@@ -226,7 +226,7 @@ def test_a_feeder_that_is_killed_at_any_point_neither_skips_nor_repeats_a_task_o
             with pytest.raises(KeyboardInterrupt):
                 Feeder(database, die_before_sending, max_episodes_in_flight=12).round()
         else:
-            Feeder(database, list, max_episodes_in_flight=12).round()
+            Feeder(database, unheard, max_episodes_in_flight=12).round()
         for world in worlds:
             play(world, (1, 1), (1, 0))
             take(world)
@@ -245,7 +245,7 @@ def die_before_the_commit(database: Database) -> str:
 
     def attempt() -> str:
         try:
-            Feeder(database, list, max_episodes_in_flight=12).round()
+            Feeder(database, unheard, max_episodes_in_flight=12).round()
         except DatabaseUnavailable:
             return "died"
         return "lived"

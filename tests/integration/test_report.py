@@ -8,6 +8,7 @@ from pathlib import Path
 from uuid import uuid4
 
 import pytest
+from pydantic import JsonValue
 from sqlalchemy import Connection, text
 
 from common.config import RolloutConfig, RunConfig
@@ -54,7 +55,9 @@ class PlayedRun:
 
     def __post_init__(self) -> None:
         self.run = runs.open_run(self.conn, self.config)
-        payloads = [(f"task-{n:02d}", {"question": f"{n} + {n}?"}) for n in range(self.config.num_groups + 2)]
+        payloads: list[tuple[str, dict[str, JsonValue]]] = [
+            (f"task-{n:02d}", {"question": f"{n} + {n}?"}) for n in range(self.config.num_groups + 2)
+        ]
         tasks.load(self.conn, dataset="played", handler="calculator", payloads=payloads)
         self.task_ids = tasks.ids(self.conn, "played")
         versions.publish(self.conn, self.run.id, 0, START_WEIGHTS)

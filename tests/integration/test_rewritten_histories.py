@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -60,8 +60,8 @@ class Walk:
 
     name = "walk"
 
-    def tasks(self, *, seed: int, num_tasks: int) -> list[dict[str, JsonValue]]:
-        return [{"place": str(number)} for number in range(num_tasks)]
+    def tasks(self, *, seed: int, num_tasks: int) -> Iterator[dict[str, JsonValue]]:
+        return ({"place": str(number)} for number in range(num_tasks))
 
     def init(self, payload: dict[str, JsonValue]) -> Prepared:
         return Prepared(messages=(Message(role="user", content=f"Go from {payload['place']}. [step 0]"),))
@@ -142,16 +142,18 @@ class Fleet:
     renderer: Renderer
     data_dir: Path
 
+    def _rows(self, run_id: int) -> list[EngineRow]:
+        return [EngineRow(id=1, url=self.engine.url, run_id=run_id, state=EngineState.SERVING, version=0)]
+
     async def play(self, wakeup: Wakeup, wire: Wire) -> Wakeup:
         """Play to the end, however often the process dies on the way."""
         while True:
             claim = self.world.must_claim(wakeup, lease_s=-1)
-            row = EngineRow(id=1, url=self.engine.url, run_id=claim.run_id, state=EngineState.SERVING, version=0)
             try:
                 async with EngineClient(timeout_s=30, http=TappedHttp(wire)) as client:
                     done = await Run(
                         database=self.world.database,
-                        engines=EnginePool(client, lambda run_id, row=row: [row], wait_s=10),
+                        engines=EnginePool(client, self._rows, wait_s=10),
                         handler=lambda name: Walk(),
                         renderer=lambda config: self.renderer,
                         backend=open_backend(Settings(data_dir=self.data_dir)),

@@ -17,8 +17,9 @@ from common.db import engines, episodes, run_control, runs, sandboxes, sharing
 from common.db.episodes import Wakeup
 from common.db.runs import Run
 from common.db.session import Database
+from common.episode import EpisodeState, Stage
 from common.errors import SetupError
-from tests.integration.world import World
+from tests.integration.world import World, unheard
 from workers.feeder import Feeder
 
 CAPACITY = 24
@@ -56,7 +57,7 @@ def finish(database: Database, run: Run, num: int) -> None:
             text("SELECT id FROM episode WHERE run_id = :id AND state = 'NEW' ORDER BY id LIMIT :num"),
             {"id": run.id, "num": num},
         ).scalars()
-        wakeups = [Wakeup(stage=episodes.Stage.INIT, episode_id=id, attempt=1) for id in ids]
+        wakeups = [Wakeup(stage=Stage.INIT, episode_id=id, attempt=1) for id in ids]
     world = World(database, run, [])
     for wakeup in wakeups:
         world.finish(wakeup)
@@ -64,7 +65,7 @@ def finish(database: Database, run: Run, num: int) -> None:
 
 @pytest.fixture
 def feeder(database: Database) -> Feeder:
-    return Feeder(database, list, max_episodes_in_flight=CAPACITY)
+    return Feeder(database, unheard, max_episodes_in_flight=CAPACITY)
 
 
 def test_runs_share_the_fleet_by_weight(database: Database, feeder: Feeder):
@@ -129,23 +130,23 @@ def test_a_run_that_cannot_be_fed_leaves_its_share_to_the_others(database: Datab
 def test_every_run_may_have_a_group_however_small_the_capacity(database: Database):
     for name in ("a", "b", "c"):
         open_run(database, name)
-    Feeder(database, list, max_episodes_in_flight=3).round()
+    Feeder(database, unheard, max_episodes_in_flight=3).round()
     assert in_flight(database) == {"a": 2, "b": 2, "c": 2}
 
 
 def test_sandboxes_in_flight_are_those_that_stand_and_those_that_new_episodes_will_make(database: Database):
     run = open_run(database, "run", max_sandboxes=4)
-    feeder = Feeder(database, list)
+    feeder = Feeder(database, unheard)
     assert (feeder.round(), feeder.round()) == (2, 0)
     world = World(database, run, [])
-    claim = world.must_claim(Wakeup(stage=episodes.Stage.INIT, episode_id=1, attempt=1))
+    claim = world.must_claim(Wakeup(stage=Stage.INIT, episode_id=1, attempt=1))
     with database.begin() as conn:
         sandboxes.record(conn, claim, backend="folder", node="here", handle="box")
         # Its sandbox is noted already, and counts once.
         assert sharing.require(conn, "run").sandboxes == 4
-        episodes.move(conn, claim, episodes.EpisodeState.READY, why="prepared", prepared={"sandbox": "box"})
+        episodes.move(conn, claim, EpisodeState.READY, why="prepared", prepared={"sandbox": "box"})
         assert sharing.require(conn, "run").sandboxes == 4
-    world.sample(Wakeup(stage=episodes.Stage.RUN, episode_id=1, attempt=1))
+    world.sample(Wakeup(stage=Stage.RUN, episode_id=1, attempt=1))
     finish(database, run, 1)
     assert feeder.round() == 0
     with database.begin() as conn:

@@ -330,8 +330,13 @@ def test_any_interleaving_keeps_the_invariants(world: World, oversample: int) ->
     rollout = RolloutConfig(group_size=2, oversample=oversample)
     with world.database.begin() as conn:
         world.run = runs.open_run(conn, world.run.config.model_copy(update={"rollout": rollout}))
+
+    class Machine(EpisodeMachine):
+        def __init__(self) -> None:
+            super().__init__(world)
+
     run_state_machine_as_test(
-        lambda: EpisodeMachine(world),
+        Machine,
         settings=settings(
             max_examples=50,
             stateful_step_count=40,

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
+from pydantic import JsonValue
 from sqlalchemy import text
 
 from common.db import run_control, submissions
@@ -18,12 +19,12 @@ from tests.integration.conftest import Answer
 from tests.integration.test_sharing import open_run
 from workers.feeder import Feeder
 
-SUBMITTED = [("a", {"number": 1}), ("b", {"number": 2}), ("c", {"number": 3})]
+SUBMITTED: list[tuple[str, dict[str, JsonValue]]] = [("a", {"number": 1}), ("b", {"number": 2}), ("c", {"number": 3})]
 
 
-def submit(database: Database, name: str, given: Sequence[tuple[str, dict[str, object]]] = SUBMITTED) -> Submitted:
+def submit(database: Database, name: str, given: Sequence[tuple[str, dict[str, JsonValue]]] = SUBMITTED) -> Submitted:
     with database.begin() as conn:
-        return submissions.submit(conn, name, given)  # type: ignore[arg-type]  # a payload of plain numbers is JSON
+        return submissions.submit(conn, name, given)
 
 
 def feeder(database: Database) -> Feeder:

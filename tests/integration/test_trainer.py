@@ -29,7 +29,7 @@ from common.episode import (
 )
 from common.errors import DatabaseUnavailable, SetupError
 from common.outcomes import Outcome
-from common.weights import verify
+from common.weights import WeightStore, verify
 from tests.integration.trained import NO_BROKER, database_away, newest, play, wait_for_version
 from tests.integration.world import World
 from trainer.checkpoint import STATE_FILE
@@ -115,6 +115,7 @@ def test_step_that_was_published_but_not_committed_is_replayed_alike(
     with pytest.raises(IntegrityError):
         first.train_step(work, threading.Event())
     assert newest(world) == start
+    assert isinstance(first.weights, WeightStore)
     left_behind = (first.weights.path(world.run.name, 1) / "model.safetensors").read_bytes()
     with world.database.begin() as conn:
         conn.execute(text("DELETE FROM trained_episode"))

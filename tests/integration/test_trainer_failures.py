@@ -72,6 +72,7 @@ def away_within_a_step(
 
     Left on its own, the trainer then waits for the groups of the next step; `stop` is set after the block.
     """
+    assert isinstance(trainer.weights, WeightStore)
     weights = GatedWeights(trainer.weights.root)
     with ThreadPoolExecutor(1) as executor:
         training = executor.submit(replace(trainer, weights=weights).train, stop)

@@ -16,7 +16,7 @@ from common.db.session import Database
 from common.db.versions import PolicyVersion
 from common.episode import EpisodeState
 from common.outcomes import Outcome
-from common.weights import ADAPTER_CONFIG, ADAPTER_WEIGHTS, verify
+from common.weights import ADAPTER_CONFIG, ADAPTER_WEIGHTS, WeightStore, verify
 from tests.integration.trained import NO_BROKER, sampled_turns
 from tests.integration.world import World
 from trainer.loop import Trainer, make_trainer
@@ -74,6 +74,7 @@ def test_every_version_is_an_adapter_and_a_restart_goes_on_with_it(
     first = new_trainer()
     assert first.resume() == 0
     train_one(world, first, version=0)
+    assert isinstance(first.weights, WeightStore)
     for number in (0, 1):
         path = first.weights.path("run-a", number)
         assert {file.name for file in path.iterdir()} == {ADAPTER_CONFIG, ADAPTER_WEIGHTS, "manifest.json"}

@@ -22,6 +22,7 @@ from common.db.session import Database
 from common.weight_cache import WeightCache
 from common.weights import LOADING, MANIFEST, WeightStore
 from tests.unit.workers.waiting import until
+from tests.version_files import writing
 from workers.engine_client import EngineClient
 from workers.engine_list import fresh_enough
 from workers.scripted_engine import Fault, ScriptedEngine
@@ -44,9 +45,7 @@ class Scene:
         self.run = run
 
     def publish(self, number: int) -> Path:
-        published = self.store.publish(
-            self.run.name, number, lambda folder: (folder / "model.bin").write_bytes(b"w" * (number + 1))
-        )
+        published = self.store.publish(self.run.name, number, writing("model.bin", b"w" * (number + 1)))
         with self.database.begin() as conn:
             versions.publish(conn, self.run.id, number, published)
         return published.path
@@ -72,6 +71,11 @@ class Scene:
         assert engine.version == f"{self.run.name}/{number:06d}"
         assert engine.weights == self.store.path(self.run.name, number)
         assert not engine.paused
+
+
+async def until_spent(engine: ScriptedEngine, path: str) -> None:
+    """Until the fault of this call has happened."""
+    await until(lambda: not engine.faults[path])
 
 
 @pytest.fixture
@@ -218,7 +222,7 @@ async def test_recovers_from_a_restart_at_each_step(scene: Scene, engine: Script
         for number, path in enumerate(PROTOCOL):
             engine.fail_next(path, Fault.HANG)
             scene.publish(number)
-            await until(lambda path=path: not engine.faults[path])
+            await until_spent(engine, path)
             await engine.stop()
             await until(lambda: scene.stored(engine).failures > 0)
             assert scene.stored(engine).version is None, f"{path} hung, and then the engine was gone"

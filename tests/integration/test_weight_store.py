@@ -22,6 +22,7 @@ from tests.integration.test_weight_keeper import LOAD, Scene
 from tests.integration.trained import newest, play, wait_for_version
 from tests.integration.world import World, make_turn, make_world
 from tests.unit.workers.waiting import until
+from tests.version_files import writing
 from trainer.loop import NUM_KEPT, Trainer
 from trainer.source import wait_for_work
 from workers.scripted_engine import Fault, ScriptedEngine
@@ -40,7 +41,7 @@ def bucket() -> Iterator[ObjectStore]:
 
 
 def publish(database: Database, run: runs.Run, store: ObjectStore, number: int) -> Published:
-    published = store.publish(run.name, number, lambda folder: (folder / "model.bin").write_bytes(b"w" * (number + 1)))
+    published = store.publish(run.name, number, writing("model.bin", b"w" * (number + 1)))
     with database.begin() as conn:
         versions.publish(conn, run.id, number, published)
     return published
@@ -94,14 +95,14 @@ async def test_an_object_that_is_missing_is_named_and_the_old_weights_serve_on(
     async with scene.keeping():
         await until_loaded(scene, engine, 0)
         engine.calls.clear()
-        broken = bucket.publish(scene.run.name, 1, lambda folder: (folder / "model.bin").write_bytes(b"x"))
+        broken = bucket.publish(scene.run.name, 1, writing("model.bin", b"x"))
         MemoryFileSystem().rm_file(objects_of(broken) + "/model.bin")
         with scene.database.begin() as conn:
             versions.publish(conn, scene.run.id, 1, broken)
         await until(lambda: "model.bin is missing" in (scene.stored(engine).error or ""))
         assert "/pause" not in engine.calls
         assert scene.stored(engine).failures == 0
-        bucket.publish(scene.run.name, 1, lambda folder: (folder / "model.bin").write_bytes(b"x"))
+        bucket.publish(scene.run.name, 1, writing("model.bin", b"x"))
         await until_loaded(scene, engine, 1)
 
 

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from uuid import uuid4
+
+from pydantic import JsonValue
 
 from common.config import RolloutConfig, RunConfig
 from common.config_train import TrainConfig
@@ -45,7 +48,7 @@ class World:
 
     def prepare(self, wakeup: Wakeup, *, sandbox: str | None = None) -> Wakeup:
         claim = self.must_claim(wakeup)
-        prepared = {"messages": [], "tools": [], "sandbox": sandbox}
+        prepared: dict[str, JsonValue] = {"messages": [], "tools": [], "sandbox": sandbox}
         with self.database.begin() as conn:
             moved = episodes.move(conn, claim, EpisodeState.READY, why="prepared", prepared=prepared)
         assert moved is not None
@@ -75,10 +78,14 @@ def make_world(database: Database) -> World:
     )
     with database.begin() as conn:
         run = runs.open_run(conn, config)
-        payloads = [(str(i), {"number": i}) for i in range(6)]
+        payloads: list[tuple[str, dict[str, JsonValue]]] = [(str(i), {"number": i}) for i in range(6)]
         tasks.load(conn, dataset=config.dataset_name, handler="calculator", payloads=payloads)
         engines.register(conn, "http://engine", run_id=run.id)
         return World(database, run, tasks.ids(conn, config.dataset_name))
+
+
+def unheard(wakeups: Sequence[Wakeup]) -> None:
+    """Sends messages to nobody."""
 
 
 def make_turn(index: int, *, version: int = 0, ids: tuple[int, ...] = (5, 6, 7)) -> Turn:

@@ -11,6 +11,7 @@ from uuid import uuid4
 
 import numpy as np
 import torch
+from pydantic import JsonValue
 
 from common.config import RunConfig
 from common.db.engines import EngineRow
@@ -92,11 +93,11 @@ class RunStage:
         self.renderer = renderer_of(config)
         self.handler = Calculator()
 
-    async def play(self, number: int, payload: dict[str, object]) -> Played:
+    async def play(self, number: int, payload: dict[str, JsonValue]) -> Played:
         played = Played()
         group = number // self.config.rollout.group_size
         claim = make_claim(self.config, episode=number, group=group)
-        prepared = self.handler.init(payload)  # type: ignore[arg-type]
+        prepared = self.handler.init(payload)
 
         async def generate(prompt_ids: list[int]) -> Generated:
             request_id = f"{uuid4().hex}"
@@ -104,7 +105,7 @@ class RunStage:
             return await self.pool.generate(claim, prompt_ids, request_id=request_id, stop_ids=self.renderer.stop_ids)
 
         async def call_tool(call: ToolCall) -> str:
-            return await self.handler.call_tool(call, payload, None)  # type: ignore[arg-type]
+            return await self.handler.call_tool(call, payload, None)
 
         async def save(turn: Turn) -> None:
             played.turns.append(turn)

@@ -125,8 +125,8 @@ def gap(model: PreTrainedModel, prompt: Sequence[int], sampled: Sampled, *, temp
 async def test_every_tensor_is_exchanged(variant: Variant, tiny: Path, client: EngineClient, tmp_path: Path) -> None:
     """There and back again: bitwise what a fresh server gives, and in between what transformers computes."""
     store = WeightStore(tmp_path)
-    old = publish(store, 0, make_model(seed=1, tied=variant.tied).to(variant.dtype), tokenizer=tiny).path
-    new = publish(store, 1, make_model(seed=2, tied=variant.tied).to(variant.dtype), tokenizer=tiny).path
+    old = publish(store, 0, make_model(seed=1, tied=variant.tied).type(variant.dtype), tokenizer=tiny).path
+    new = publish(store, 1, make_model(seed=2, tied=variant.tied).type(variant.dtype), tokenizer=tiny).path
     dtype = str(variant.dtype).removeprefix("torch.")
     choices = {"dtype": dtype, "tensor_parallel": variant.tensor_parallel}
     with serving(old, log_file=tmp_path / "engine.log", **choices) as url:

@@ -85,6 +85,9 @@ class Scene:
         with self.database.begin() as conn:
             return engines.status(conn)[0]
 
+    async def until_stored(self, number: int) -> None:
+        await until(lambda: self.stored.version == number, within_s=60)
+
     async def turn(self, prompt: list[int], *, episode: int) -> Sampled:
         claim = make_claim(self.run.config, episode=episode, group=episode, run_id=self.run.id)
         return (await self.pool.generate(claim, prompt, request_id=uuid4().hex, stop_ids=())).sampled
@@ -166,18 +169,20 @@ async def test_versions_under_load(scene: Scene, engine: str, client: EngineClie
             prompt = [5, 20 + number]
             done.append((prompt, await scene.turn(prompt, episode=number)))
 
+    async def until_done(num: int) -> None:
+        await until(lambda: len(done) >= num, within_s=60)
+
     scene.publish(0)
     keeping = asyncio.create_task(scene.keeper.run())
-    await until(lambda: scene.stored.version == 0, within_s=60)
+    await scene.until_stored(0)
     long = asyncio.create_task(generate_long(engine, [5, 19]))
     asking = [asyncio.create_task(ask(number)) for number in range(IN_FLIGHT)]
     num_kept = 0
     for number in range(1, NUM_VERSIONS + 1):
-        num_before = len(done)
-        await until(lambda before=num_before: len(done) >= before + IN_FLIGHT // 2, within_s=60)
+        await until_done(len(done) + IN_FLIGHT // 2)
         scene.publish(number)
         scene.keeper.announce()
-        await until(lambda number=number: scene.stored.version == number, within_s=60)
+        await scene.until_stored(number)
         held, in_use = await client.adapters(engine), await client.adapters_in_use(engine)
         assert version_name(RUN, number) in held
         if not long.done():

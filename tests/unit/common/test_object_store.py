@@ -14,6 +14,7 @@ from fsspec.registry import register_implementation
 from common.errors import SetupError
 from common.object_store import ObjectStore, fetch, open_store
 from common.weights import MANIFEST, WeightsDamaged, WeightStore, WeightsUnavailable, verify
+from tests.version_files import writing
 
 
 def write_files(folder: Path) -> None:
@@ -78,7 +79,7 @@ def test_what_is_published_is_fetched_whole(store: ObjectStore, tmp_path: Path) 
 def test_the_same_weights_have_one_place_and_others_another(store: ObjectStore) -> None:
     first = store.publish("run", 1, write_files)
     assert store.publish("run", 1, write_files) == first
-    other = store.publish("run", 1, lambda folder: (folder / "config.json").write_text("{ }"))
+    other = store.publish("run", 1, writing("config.json", b"{ }"))
     assert other.location != first.location
     store.check(first.location, first.manifest_sha256)
     store.check(other.location, other.manifest_sha256)

@@ -16,6 +16,7 @@ from fsspec.registry import register_implementation
 from common.object_store import ObjectStore
 from common.weight_cache import NUM_KEPT, WeightCache
 from common.weights import MANIFEST, Published, WeightsDamaged, WeightStore, WeightsUnavailable, verify
+from tests import version_files
 
 
 class Counted(LocalFileSystem):
@@ -34,7 +35,7 @@ class Deadly(LocalFileSystem):
 
     protocol = "lethal"
 
-    def open(self, path: str, *args: object, **kwargs: object) -> object:
+    def open(self, path: str, *args: object, **kwargs: object) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
 
 
@@ -43,7 +44,7 @@ register_implementation("lethal", Deadly, clobber=True)
 
 
 def writing(number: int) -> Callable[[Path], None]:
-    return lambda folder: (folder / "model.bin").write_bytes(bytes([number]) * 1000)
+    return version_files.writing("model.bin", bytes([number]) * 1000)
 
 
 def get(cache: WeightCache, published: Published, *, named: tuple[str, ...] = ()) -> Path:

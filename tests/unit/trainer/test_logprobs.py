@@ -18,7 +18,7 @@ from trainer.tiny import VOCAB_SIZE
 MakeSample = Callable[..., Sample]
 MakePolicy = Callable[..., Policy]
 
-CHUNKED = {"max_logits": 5 * VOCAB_SIZE}
+CHUNKED: dict[str, object] = {"max_logits": 5 * VOCAB_SIZE}
 WAYS: list[dict[str, object]] = [
     {"packing": True},
     CHUNKED,
@@ -43,7 +43,7 @@ def computed(policy: Policy, rows: Sequence[Sample]) -> tuple[dict[int, np.ndarr
 
 def with_small_logits(policy: Policy) -> Policy:
     """Log-probs near -6 in place of -12: their rounding errors in float32 are then well below 1e-6."""
-    policy.model.get_input_embeddings().weight.data.mul_(0.3)
+    policy.model.get_input_embeddings().get_parameter("weight").data.mul_(0.3)
     return policy
 
 

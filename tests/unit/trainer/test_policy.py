@@ -290,7 +290,7 @@ def test_parameters_that_were_never_trained_have_no_optimizer_state_and_need_non
 ) -> None:
     policy, restored = make_policy(), make_policy()
     for one in (policy, restored):
-        one.model.get_parameter("model.norm.weight").requires_grad_(requires_grad=False)
+        one.model.get_parameter("model.norm.weight").requires_grad = False
     policy.train_step(group, ADVANTAGES, version=0)
     state = {name: tensor.clone() for name, tensor in policy.state().items()}
     assert "optimizer.step.model.norm.weight" not in state

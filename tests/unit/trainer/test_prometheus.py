@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import socket
 import urllib.request
-from collections.abc import Mapping
+from typing import Never
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
@@ -19,7 +19,7 @@ def free_port() -> int:
         return port
 
 
-def samples_of(port: int) -> dict[tuple[str, Mapping[str, str]], float]:
+def samples_of(port: int) -> dict[tuple[str, ...], float]:
     with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=10) as reply:
         text = reply.read().decode()
     return {
@@ -30,7 +30,7 @@ def samples_of(port: int) -> dict[tuple[str, Mapping[str, str]], float]:
 
 
 def test_metrics_are_those_of_the_newest_step_and_sums_since_the_start() -> None:
-    def open_sink(first: int) -> object:
+    def open_sink(first: int) -> Never:
         raise ConnectionError("away")
 
     port, sink = free_port(), SinkThread("wandb", open_sink)

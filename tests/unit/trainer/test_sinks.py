@@ -31,8 +31,8 @@ def test_tensorboard_shows_each_step_once(tmp_path: Path) -> None:
     log_twice(run_with("tensorboard"), tmp_path)
     events = EventAccumulator(str(tmp_path / "tensorboard" / "run-a"))
     events.Reload()
-    points = [(event.step, pytest.approx(event.value)) for event in events.Scalars("train/reward_mean")]
-    assert points == [(1, 1.1), (2, 2.2), (3, 2.3)]
+    points = [(event.step, event.value) for event in events.Scalars("train/reward_mean")]
+    assert points == [(1, pytest.approx(1.1)), (2, pytest.approx(2.2)), (3, pytest.approx(2.3))]
 
 
 @pytest.mark.filterwarnings("default")

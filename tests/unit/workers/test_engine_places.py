@@ -3,6 +3,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncIterator
+from functools import partial
 
 import pytest
 
@@ -62,9 +63,13 @@ async def test_those_who_wait_are_served_in_the_order_in_which_they_came(narrow:
     first.pause()
     ends: list[int] = []
     tasks = []
+
+    def note(episode: int, _: Turning) -> None:
+        ends.append(episode)
+
     for episode in range(6):
         tasks.append(await start_and_wait_for(narrow, episode, episode + 1))
-        tasks[-1].add_done_callback(lambda _, episode=episode: ends.append(episode))
+        tasks[-1].add_done_callback(partial(note, episode))
     assert (len(first.open), narrow.pool.num_waiting) == (1, 5)
     first.resume()
     await asyncio.gather(*tasks)

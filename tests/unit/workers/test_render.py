@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
@@ -255,15 +256,16 @@ def test_ids_equal_those_of_the_library_that_models_are_published_with(tiny: Ren
 
     published = AutoTokenizer.from_pretrained(TINY_MODELS / "tiny-calculator")
     messages = [*QUESTION, *tool_turns()[:-1]]
+    conversation: list[dict[str, Any]] = [
+        {
+            "role": message.role,
+            "content": message.content,
+            "tool_calls": [{"type": "function", "function": call.model_dump()} for call in message.tool_calls],
+        }
+        for message in messages
+    ]
     expected = published.apply_chat_template(
-        [
-            {
-                "role": message.role,
-                "content": message.content,
-                "tool_calls": [{"type": "function", "function": call.model_dump()} for call in message.tool_calls],
-            }
-            for message in messages
-        ],
+        conversation,
         tools=[{"type": "function", "function": TOOL.model_dump()}],
         add_generation_prompt=True,
         return_dict=False,

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -81,19 +82,20 @@ def library_ids(
     tokenizer = PreTrainedTokenizerFast(
         tokenizer_file=str(folder / "tokenizer.json"), bos_token=config["bos_token"], eos_token=config["eos_token"]
     )
-    ids = tokenizer.apply_chat_template(
-        [
-            {
-                "role": message.role,
-                "content": (replaced or {}).get(message.content, message.content),
-                **(
-                    {"tool_calls": [{"type": "function", "function": c.model_dump()} for c in message.tool_calls]}
-                    if message.tool_calls
-                    else {}
-                ),
-            }
-            for message in messages
-        ],
+    conversation: list[dict[str, Any]] = [
+        {
+            "role": message.role,
+            "content": (replaced or {}).get(message.content, message.content),
+            **(
+                {"tool_calls": [{"type": "function", "function": c.model_dump()} for c in message.tool_calls]}
+                if message.tool_calls
+                else {}
+            ),
+        }
+        for message in messages
+    ]
+    ids: Any = tokenizer.apply_chat_template(
+        conversation,
         tools=[{"type": "function", "function": TOOL.model_dump()}],
         chat_template=(folder / "chat_template.jinja").read_text(),
         add_generation_prompt=generation_prompt,
@@ -125,6 +127,7 @@ def test_stop_ids_hold_what_ends_a_document_and_a_call_too(tmp_path: Path) -> No
 def test_the_eos_token_at_which_engines_stop_unasked_is_no_part_of_the_text(tmp_path: Path) -> None:
     renderer = load(PLAIN, tmp_path)
     eos = PLAIN.tokenizer().token_to_id(PLAIN.eos)
+    assert eos is not None
     said = [*PLAIN.tokenizer().encode("A tree.").ids, eos]
 
     assert renderer.stop_ids == (renderer.close_id, eos)

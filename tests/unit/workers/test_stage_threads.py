@@ -5,6 +5,7 @@ import threading
 import time
 from concurrent.futures import wait
 from contextlib import suppress
+from functools import partial
 
 import pytest
 
@@ -60,7 +61,7 @@ def test_a_call_that_hangs_holds_up_no_other():
     hanging = threads.submit(stubborn)
     assert started.wait(WITHIN_S)
     hanging.cancel()
-    assert [threads.submit(lambda n=n: n).result(WITHIN_S) for n in range(3)] == [0, 1, 2]
+    assert [threads.submit(partial(int, n)).result(WITHIN_S) for n in range(3)] == [0, 1, 2]
     assert not hanging.done()
     released.set()
     assert hanging.result(WITHIN_S) == 8

@@ -94,7 +94,7 @@ class Reference:
             warpers.append(TopKLogitsWarper(params.top_k))
         if params.top_p < 1:
             warpers.append(TopPLogitsWarper(params.top_p))
-        return torch.log_softmax(warpers(torch.empty(0), logits), dim=-1)
+        return torch.log_softmax(warpers(torch.LongTensor(), logits), dim=-1)
 
     def _model(self, folder: Path) -> Qwen3ForCausalLM:
         if folder not in self.models:

@@ -40,7 +40,7 @@ def says_no_json() -> JsonValue:
     return object()  # type: ignore[return-value]
 
 
-def environment() -> list[str]:
+def environment() -> JsonValue:
     return [name for name in os.environ if name.startswith("ROLLMILL_")]
 
 

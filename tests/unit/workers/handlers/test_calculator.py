@@ -3,12 +3,13 @@ from __future__ import annotations
 from itertools import islice
 
 import pytest
+from pydantic import JsonValue
 
 from common.episode import Message, ToolCall
 from workers.handlers.calculator import Calculator, evaluate
 
 HANDLER = Calculator()
-PAYLOAD = {"question": "Start with 47, add 12, subtract 9.", "answer": 50}
+PAYLOAD: dict[str, JsonValue] = {"question": "Start with 47, add 12, subtract 9.", "answer": 50}
 
 
 def said(content: str, *calls: ToolCall) -> Message:

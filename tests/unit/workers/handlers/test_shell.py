@@ -1,16 +1,22 @@
 from __future__ import annotations
 
 import pytest
+from pydantic import JsonValue
 
+from benchmarks.commands_only import CommandsOnly
 from common.episode import Message, ToolCall
 from workers.handlers.shell import MAX_OUTPUT_CHARS, Shell
 from workers.sandbox.protocol import ExecResult
 
 HANDLER = Shell()
-PAYLOAD = {"question": "Find the code of maple.", "answer": 73, "files": {"maple42": "code 73\n", "oak10": "code 11\n"}}
+PAYLOAD: dict[str, JsonValue] = {
+    "question": "Find the code of maple.",
+    "answer": 73,
+    "files": {"maple42": "code 73\n", "oak10": "code 11\n"},
+}
 
 
-class FixedSandbox:
+class FixedSandbox(CommandsOnly):
     """Answers every command with the same result and keeps the commands."""
 
     def __init__(self, result: ExecResult) -> None:

@@ -121,7 +121,7 @@ def containers(folders: SandboxFolders, engine: Engine, limits: Limits | None = 
 @pytest.fixture(params=WALLED)
 def walled(request: pytest.FixtureRequest) -> Backend:
     """Each kind with walls in turn."""
-    return request.getfixturevalue(request.param)  # type: ignore[no-any-return]
+    return request.getfixturevalue(request.param)
 
 
 @pytest.fixture
@@ -141,7 +141,7 @@ def backend(request: pytest.FixtureRequest) -> FolderBackend:
 @pytest.fixture(params=[*WALLED, "limited"])
 def any_backend(request: pytest.FixtureRequest) -> Backend:
     """Each kind in turn."""
-    return request.getfixturevalue(request.param)  # type: ignore[no-any-return]
+    return request.getfixturevalue(request.param)
 
 
 @pytest.fixture

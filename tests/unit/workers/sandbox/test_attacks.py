@@ -173,7 +173,9 @@ async def test_a_user_namespace_of_its_own(walled_session: SandboxSession) -> No
 
 
 @contextmanager
-def listening(family: socket.AddressFamily, address: object) -> Iterator[tuple[socket.socket, list[int]]]:
+def listening(
+    family: socket.AddressFamily, address: tuple[str, int] | str
+) -> Iterator[tuple[socket.socket, list[int]]]:
     """A server of the machine, and the connections that reached it."""
     reached: list[int] = []
     with socket.socket(family) as server:
@@ -480,7 +482,7 @@ async def test_the_user_of_the_worker(walled_session: SandboxSession, walled: Ba
     await attack(walled_session, "true")
     if isinstance(walled, Containers):
         ((found,),) = [walled.engine.ours([f"{DATA_DIR}={folders.root.parent}"])]
-        pid = walled.engine._client().inspect_container(found.id)["State"]["Pid"]  # type: ignore[no-untyped-call]
+        pid = walled.engine._client().inspect_container(found.id)["State"]["Pid"]
     else:
         (owned,) = folders.owners.of("7-1").values()
         assert owned.inner is not None

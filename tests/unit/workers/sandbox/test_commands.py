@@ -25,7 +25,7 @@ HANDLE = "7-1"
 @pytest.fixture(params=["bubblewrap", "limited"])
 def any_backend(request: pytest.FixtureRequest) -> Backend:
     """The kinds that need no engine."""
-    return request.getfixturevalue(request.param)  # type: ignore[no-any-return]
+    return request.getfixturevalue(request.param)
 
 
 @pytest.fixture

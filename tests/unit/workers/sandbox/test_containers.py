@@ -18,7 +18,7 @@ from common.outcomes import Outcome
 from tests.unit.workers.sandbox.conftest import HANDLE, containers
 from tests.unit.workers.sandbox.engines import Engine
 from tests.unit.workers.sandbox.marked import MARK, running, until_gone, until_running
-from workers.sandbox.container_records import DATA_DIR, EXPIRES, WORKER
+from workers.sandbox.container_records import DATA_DIR, EXPIRES, WORKER, ContainerRecord
 from workers.sandbox.containers import Containers
 from workers.sandbox.folder import SandboxFolders
 from workers.sandbox.owners import Identity
@@ -44,7 +44,7 @@ asyncio.run(session.exec(sys.argv[4], timeout_s=60))
 @pytest.fixture(params=["docker", "podman"])
 def engine(request: pytest.FixtureRequest) -> Engine:
     """Each engine in turn."""
-    return request.getfixturevalue(f"{request.param}_engine")  # type: ignore[no-any-return]
+    return request.getfixturevalue(f"{request.param}_engine")
 
 
 @pytest.fixture
@@ -184,12 +184,12 @@ async def test_a_container_that_is_removed_is_the_sandboxes_fault(backend: Conta
     await session.close()
 
 
-async def until_noted(backend: Containers) -> list[object]:
+async def until_noted(backend: Containers) -> list[ContainerRecord]:
     deadline = time.monotonic() + 20
     while not (found := backend.records.of(HANDLE)) or not ours(backend):
         assert time.monotonic() < deadline
         await asyncio.sleep(0.02)
-    return list(found)
+    return found
 
 
 async def test_a_sandbox_that_is_removed_while_it_starts_leaves_no_container(backend: Containers) -> None:

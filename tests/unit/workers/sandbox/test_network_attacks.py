@@ -107,7 +107,7 @@ for where in (("127.0.0.1", {listed.port}), ("192.0.2.1", 443), ("localhost", {l
 
 
 async def test_the_machine_through_the_proxy(proxied: SandboxSession, secret: Service) -> None:
-    hosts = ("127.0.0.1", "localhost", "2130706433", "0x7f000001", "017700000001", "127.1", "0.0.0.0", "0")
+    hosts = ["127.0.0.1", "localhost", "2130706433", "0x7f000001", "017700000001", "127.1", "0.0.0.0", "0"]
     hosts += ("[::1]", "[::ffff:127.0.0.1]", "[::127.0.0.1]", "127.0.0.1.", "LOCALHOST.", "169.254.169.254", "*")
     asked = [ask(f"{host}:{secret.port}") for host in hosts for ask in (connect, get)]
     said = await answers(proxied, asked)

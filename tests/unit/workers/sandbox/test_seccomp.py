@@ -52,7 +52,7 @@ async def test_a_mount_by_the_newest_call_is_refused(session: SandboxSession) ->
 @pytest.mark.skipif(os.uname().machine not in seccomp.ARCHITECTURES, reason="no table for this machine")
 def test_engines_are_told_the_same_rules_for_other_processes() -> None:
     rules = json.loads(profile(has_ip=False))["syscalls"]
-    told = {name: {} for name in seccomp.ITSELF}
+    told: dict[str, dict[int, int]] = {name: {} for name in seccomp.ITSELF}
     for rule in rules:
         if rule["names"][0] in told:
             (argument,) = rule["args"]
