@@ -93,6 +93,8 @@ class DropReason(StrEnum):
     """Fewer than two episodes have an agent outcome, so there is no baseline."""
     ZERO_VARIANCE = "zero_variance"
     """All its agent-outcome episodes have the same reward, so it has no gradient; another group takes its place."""
+    UNEVEN = "uneven"
+    """It gives more or fewer rows than rollout.group_size, and a trainer of one's own takes only even groups."""
     STOPPED = "run_stopped"
     """Somebody stopped the run before the group was trained."""
 

@@ -163,7 +163,7 @@ def _episodes(summary: Summary) -> str:
     fates = {
         "trained": summary.episodes_trained,
         "too stale": summary.episodes_stale,
-        "without a baseline": summary.episodes_dropped_other,
+        "in groups too small or uneven": summary.episodes_dropped_other,
         "in groups of equal rewards": summary.episodes_zero_variance,
         "never sampled": summary.episodes_untrainable,
         "failed": summary.episodes_failed,

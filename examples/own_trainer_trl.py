@@ -15,7 +15,7 @@ from trl import GRPOConfig, GRPOTrainer
 
 from common.log import setup_logging
 from common.settings import settings
-from trainer.batches import GroupSource, TakenStep, check_even, open_groups, trl_batch
+from trainer.batches import GroupSource, TakenStep, open_groups, trl_batch
 from trainer.publish import version_writer
 
 
@@ -34,7 +34,6 @@ class Groups(TrainerCallback):
         self.taken = self.source.take(self.version)
         if self.taken is None:
             raise SystemExit("the run is over, or was stopped")
-        check_even(self.taken.rows, group_size=self.source.run.config.rollout.group_size)
         rows = trl_batch(self.taken.rows)
         return {
             "prompt_ids": rows.prompt_ids,
@@ -101,7 +100,8 @@ def main() -> None:
     parser.add_argument("--config", type=Path, required=True, help="the run's TOML file")
     arguments = parser.parse_args()
     setup_logging("INFO")
-    with open_groups(arguments.config) as source:
+    # GRPOTrainer compares each `num_generations` rows in turn.
+    with open_groups(arguments.config, even=True) as source:
         train(source, settings().data_dir / "own" / source.run.name)
 
 

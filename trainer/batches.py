@@ -142,19 +142,6 @@ def trl_batch(rows: Sequence[Row]) -> TrlBatch:
     )
 
 
-def check_even(rows: Sequence[Row], *, group_size: int) -> None:
-    """Raise ValueError for a group that has not exactly `group_size` rows, which TRL's GRPOTrainer cannot take.
-
-    Groups become smaller by episodes that failed, and larger by episodes with several rows.
-    """
-    sizes: dict[int, int] = {}
-    for row in rows:
-        sizes[row.sample.group_id] = sizes.get(row.sample.group_id, 0) + 1
-    for group_id, size in sizes.items():
-        if size != group_size:
-            raise ValueError(f"group {group_id} has {size} rows, not {group_size}: take a trainer of uneven groups")
-
-
 def verl_batch(rows: Sequence[Row], *, pad_id: int) -> VerlBatch:
     """Rows as padded tensors, for a trainer like verl's. Raises ValueError for no rows at all."""
     if not rows:
@@ -196,6 +183,8 @@ class GroupSource:
     database: Database
     weights: VersionStore
     broker_url: str
+    even: bool = False
+    """Take only groups that give exactly rollout.group_size rows. The others are dropped, and new ones are made."""
     stop: threading.Event = field(default_factory=threading.Event)
     """When it is set, waiting ends: `take` returns None."""
 
@@ -217,15 +206,20 @@ class GroupSource:
     def take(self, version: int) -> TakenStep | None:
         """The groups that train `version`: those of a step that was left OPEN, else as soon as there are enough.
 
-        None = the run is over, or `stop` was set. Raises ValueError for an episode that could not be trained.
+        None = the run is over, or `stop` was set. Raises ValueError for an episode that could not be trained, and
+        SetupError where a setting of the run is not for a trainer of one's own.
         """
         train = self.run.config.train
         if train.kl == "reward":
             raise SetupError('train.kl = "reward" needs our own trainer, which has the start weights')
+        if self.even and train.truncated == "mask":
+            raise SetupError('train.truncated = "mask" takes rows out of groups, which even ones cannot spare')
         if version >= train.num_versions:
             self._finish_run()
             return None
-        work = wait_for_work(self.database, self.run, version=version, stop=self.stop, look_up=lambda: None)
+        work = wait_for_work(
+            self.database, self.run, version=version, stop=self.stop, look_up=lambda: None, even=self.even
+        )
         if work is None:
             return None
         with noting_failures(self.database, work.step):
@@ -284,8 +278,8 @@ class GroupSource:
 
 
 @contextmanager
-def open_groups(config_file: Path) -> Iterator[GroupSource]:
-    """The groups of the run that a TOML file describes, in the database of ROLLMILL_DATABASE_URL.
+def open_groups(config_file: Path, *, even: bool = False) -> Iterator[GroupSource]:
+    """The groups of the run that a TOML file describes, in the database of ROLLMILL_DATABASE_URL; see `even` there.
 
     Raises SetupError where the file, the settings or the run are not as they must be.
     """
@@ -297,6 +291,6 @@ def open_groups(config_file: Path) -> Iterator[GroupSource]:
         with database.begin() as conn:
             run = runs.open_run(conn, config)
         weights = open_store(settings().weights_url, folder=settings().data_dir.resolve() / "weights")
-        yield GroupSource(run=run, database=database, weights=weights, broker_url=broker_url)
+        yield GroupSource(run=run, database=database, weights=weights, broker_url=broker_url, even=even)
     finally:
         database.dispose()

@@ -33,17 +33,24 @@ class Work:
 
 
 def wait_for_work(
-    database: Database, run: Run, *, version: int, stop: threading.Event, look_up: Callable[[], None]
+    database: Database,
+    run: Run,
+    *,
+    version: int,
+    stop: threading.Event,
+    look_up: Callable[[], None],
+    even: bool = False,
 ) -> Work | None:
     """The step that trains `version`: one left OPEN by an earlier process, else as soon as groups are complete.
 
     Waits for complete groups, without end as long as the run goes on; wakes at every poll, on `stop` and when the run
     is over. Returns None in the last two cases. `look_up` is called now and then: why does nothing come?
+    `even` = only groups of exactly rollout.group_size rows; others are dropped and replaced.
     """
     started = reported = time.monotonic()
     while not stop.is_set():
         try:
-            step = _open_or_take(database, run, version=version)
+            step = _open_or_take(database, run, version=version, even=even)
             if step is not None:
                 wait_s = time.monotonic() - started
                 with noting_failures(database, step), database.begin() as conn:
@@ -63,7 +70,7 @@ def wait_for_work(
     return None
 
 
-def _open_or_take(database: Database, run: Run, *, version: int) -> Step | None:
+def _open_or_take(database: Database, run: Run, *, version: int, even: bool) -> Step | None:
     train = run.config.train
     with database.begin() as conn:
         left_open = steps.open_step(conn, run.id)
@@ -79,6 +86,7 @@ def _open_or_take(database: Database, run: Run, *, version: int) -> Step | None:
             max_staleness=train.max_staleness,
             max_refills=train.max_refills,
             wait_for_late=train.late_groups == "wait",
+            even_rows=run.config.rollout.group_size if even else None,
         )
     for reason, count in take.dropped.items():
         logger.warning("dropped groups run=%d version=%d reason=%s count=%d", run.id, version, reason, count)

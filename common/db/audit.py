@@ -45,7 +45,7 @@ CHECKS: Mapping[str, str] = MappingProxyType(
                AND NOT EXISTS (SELECT FROM trained_episode WHERE episode_id = e.id)
         """,
         # Dropped groups that had a baseline and were no older than the bound at the run's last step, but for those
-        # without variance that the run was to replace.
+        # without variance that the run was to replace, and those that a trainer of one's own could not take.
         "dropped_fresh": """
             SELECT count(*) FROM episode_group g
               JOIN run r ON r.id = g.run_id
@@ -58,6 +58,7 @@ CHECKS: Mapping[str, str] = MappingProxyType(
              WHERE g.run_id = :run_id AND g.state = 'DROPPED' AND g.eval_version IS NULL AND e.num_scored >= 2
                AND e.oldest >= (SELECT max(version_in) FROM train_step WHERE run_id = :run_id)
                                - CAST(r.config -> 'train' ->> 'max_staleness' AS int)
+               AND g.drop_reason IS DISTINCT FROM 'uneven'
                AND NOT (g.drop_reason = 'zero_variance' AND e.even
                         AND r.config -> 'train' ->> 'zero_variance' = 'refill')
         """,

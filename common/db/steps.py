@@ -75,13 +75,15 @@ def take_groups(
     max_staleness: int,
     max_refills: int = 0,
     wait_for_late: bool = False,
+    even_rows: int | None = None,
 ) -> Take:
     """Open a step with the oldest `num_groups` complete groups; fewer are left where they are.
 
     Groups whose oldest token is more than `max_staleness` versions behind `version_in`, or that have no baseline,
     are dropped and counted; so are up to `max_refills` groups for each version whose rewards are all equal, and then
     the feeder makes as many new ones. It is the raw reward that counts. Of a run that is over, nothing is taken.
-    With `wait_for_late` nothing is taken either while a group is open that the step would make too old.
+    With `wait_for_late` nothing is taken either while a group is open that the step would make too old. With
+    `even_rows` groups that do not give exactly so many rows are dropped, too.
     """
     # Against a stop, which drops all groups: it waits until the step is committed, or we see that it was first.
     if not conn.execute(
@@ -103,7 +105,8 @@ def take_groups(
         )
     ]
     # Only what was judged may be taken: a group that completes in between waits for the next call.
-    judged = {judged.group_id: judged for judged in _judge(conn, complete, oldest=version_in - max_staleness)}
+    oldest = version_in - max_staleness
+    judged = {judged.group_id: judged for judged in _judge(conn, complete, oldest=oldest, even_rows=even_rows)}
     left = max_refills and max_refills - num_refilled(conn, run_id, version_in=version_in)
     reasons = _reasons(judged.values(), num_refills=left)
     _drop(conn, reasons, version_in=version_in)
@@ -147,24 +150,32 @@ class _Judged:
     group_id: int
     stale: bool
     too_few: bool
+    uneven: bool
+    """It gives another number of rows than its trainer can take."""
     even: bool
     """The rewards that would enter the baseline are all equal."""
 
 
-def _judge(conn: Connection, group_ids: list[int], *, oldest: int) -> list[_Judged]:
+def _judge(conn: Connection, group_ids: list[int], *, oldest: int, even_rows: int | None) -> list[_Judged]:
     rows = conn.execute(
         text(
             """
             SELECT group_id, coalesce(min(version_min) FILTER (WHERE state = 'SCORED') < :oldest, false) AS stale,
                    count(*) FILTER (WHERE state = 'SCORED' AND outcome = ANY(:agent)) < 2 AS too_few,
+                   CAST(:even_rows AS int) IS NOT NULL
+                   AND coalesce(sum(num_rows) FILTER (WHERE state = 'SCORED' AND outcome = ANY(:agent)), 0)
+                       <> CAST(:even_rows AS int) AS uneven,
                    coalesce(min(reward) FILTER (WHERE outcome = ANY(:agent))
                             = max(reward) FILTER (WHERE outcome = ANY(:agent)), false) AS even
-              FROM episode WHERE group_id = ANY(:ids) GROUP BY group_id ORDER BY group_id
+              FROM episode
+              LEFT JOIN LATERAL (SELECT count(DISTINCT sample) AS num_rows FROM turn
+                                  WHERE episode_id = episode.id AND CAST(:even_rows AS int) IS NOT NULL) r ON true
+             WHERE group_id = ANY(:ids) GROUP BY group_id ORDER BY group_id
             """
         ),
-        {"ids": group_ids, "oldest": oldest, "agent": sorted(AGENT_OUTCOMES)},
+        {"ids": group_ids, "oldest": oldest, "agent": sorted(AGENT_OUTCOMES), "even_rows": even_rows},
     )
-    return [_Judged(group_id=row.group_id, stale=row.stale, too_few=row.too_few, even=row.even) for row in rows]
+    return [_Judged(**row._mapping) for row in rows]
 
 
 def _reasons(judged: Iterable[_Judged], *, num_refills: int) -> dict[int, DropReason]:
@@ -178,6 +189,8 @@ def _reasons(judged: Iterable[_Judged], *, num_refills: int) -> dict[int, DropRe
             reasons[group.group_id] = DropReason.STALE
         elif group.too_few:
             reasons[group.group_id] = DropReason.TOO_FEW
+        elif group.uneven:
+            reasons[group.group_id] = DropReason.UNEVEN
         elif group.even and num_refills > 0:
             reasons[group.group_id] = DropReason.ZERO_VARIANCE
             num_refills -= 1

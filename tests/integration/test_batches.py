@@ -3,19 +3,38 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from sqlalchemy import text
 
-from common.db import report
+from common.db import report, retries, turns
+from common.db.episodes import Wakeup
+from common.db.session import Database
 from common.errors import SetupError
+from common.outcomes import Outcome
 from common.weights import WeightStore
-from tests.integration.world import World
-from trainer.batches import GroupSource, check_even, trl_batch, verl_batch
+from tests.integration.world import World, make_turn, make_world
+from trainer.batches import GroupSource, trl_batch, verl_batch
 
 NO_BROKER = "amqp://guest:guest@127.0.0.1:1//"
 """Nothing listens there: announcements fail, which the trainer bears."""
+
+
+def fails(world: World, wakeup: Wakeup) -> None:
+    claim = world.must_claim(world.prepare(wakeup))
+    with world.database.begin() as conn:
+        retries.retry(conn, claim, outcome=Outcome.HANDLER_FAILED, detail="boom", afresh=False, max_attempts=1)
+
+
+def rewrites_its_history(world: World, wakeup: Wakeup) -> None:
+    claim = world.must_claim(world.prepare(wakeup))
+    with world.database.begin() as conn:
+        turns.save(conn, claim, make_turn(0))
+    with world.database.begin() as conn:
+        sampled = turns.save_last(conn, claim, replace(make_turn(1), sample=1), outcome=Outcome.FINISHED)
+    world.score(sampled)
 
 
 def write_version(folder: Path) -> None:
@@ -59,7 +78,6 @@ def test_rows_are_what_was_sampled_in_the_shapes_of_others(
     assert (trl.rewards, trl.episode_ids) == ([0.0, 1.0, 0.0, 1.0], episode_ids)
     assert trl.advantages == pytest.approx([-1, 1, -1, 1], abs=1e-3)
     assert trl.group_ids[0] == trl.group_ids[1] != trl.group_ids[2] == trl.group_ids[3]
-    check_even(taken.rows, group_size=2)
 
     verl = verl_batch(taken.rows, pad_id=0)
     assert verl.input_ids.tolist() == [[1, 2, 3, 5, 6, 7]] * 4
@@ -108,3 +126,31 @@ def test_the_end_of_the_run_is_the_end_of_the_groups(world: World, open_source: 
         assert conn.execute(text("SELECT state FROM run")).scalar_one() == "FINISHED"
     source.stop.set()
     assert source.take(0) is None
+
+
+@pytest.mark.parametrize("spoil", [fails, rewrites_its_history])
+def test_a_trainer_of_even_groups_is_given_no_others(
+    database: Database, tmp_path: Path, spoil: Callable[[World, Wakeup], None]
+) -> None:
+    world = make_world(database, group_size=3)
+    wakeups = world.feed(3)
+    spoil(world, wakeups[0])
+    for number, wakeup in enumerate(wakeups[1:]):
+        world.finish(wakeup, reward=float(number % 2))
+    weights = WeightStore(tmp_path / "weights")
+    source = GroupSource(run=world.run, database=database, weights=weights, broker_url=NO_BROKER, even=True)
+    source.start(write_version)
+    taken = source.take(0)
+    assert taken is not None
+    assert [row.sample.episode_id for row in taken.rows] == [wakeup.episode_id for wakeup in wakeups[3:]]
+    with database.begin() as conn:
+        fates = conn.execute(text("SELECT state, drop_reason FROM episode_group ORDER BY id")).all()
+        assert [tuple(fate) for fate in fates] == [("DROPPED", "uneven"), ("TAKEN", None), ("TAKEN", None)]
+        assert report.summary(conn, world.run.id).episodes_dropped_other == (3 if spoil is not fails else 2)
+
+
+def test_even_groups_cannot_spare_rows_that_are_left_out(world: World, open_source: Callable[[], GroupSource]) -> None:
+    train = world.run.config.train.model_copy(update={"truncated": "mask"})
+    run = replace(world.run, config=world.run.config.model_copy(update={"train": train}))
+    with pytest.raises(SetupError, match="even ones cannot spare"):
+        replace(open_source(), run=run, even=True).take(0)

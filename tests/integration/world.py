@@ -68,12 +68,12 @@ class World:
         self.score(self.sample(self.prepare(wakeup), version=version), reward)
 
 
-def make_world(database: Database) -> World:
+def make_world(database: Database, *, group_size: int = 2) -> World:
     """A new run with six tasks and an engine."""
     config = RunConfig(
         name="run-a",
         model=Path("model"),
-        rollout=RolloutConfig(group_size=2),
+        rollout=RolloutConfig(group_size=group_size),
         train=TrainConfig(groups_per_step=2, minibatches=1, num_versions=4),
     )
     with database.begin() as conn:

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import numpy as np
 import pytest
 
 from common.episode import ScoredEpisode, TurnTokens
-from trainer.batches import Row, check_even, trl_batch, verl_batch
+from trainer.batches import Row, trl_batch, verl_batch
 from trainer.samples import make_samples
 
 
@@ -60,10 +58,3 @@ def test_verl_has_prompts_padded_left_and_responses_padded_right() -> None:
 def test_nothing_is_no_batch() -> None:
     with pytest.raises(ValueError, match="no rows"):
         verl_batch([], pad_id=0)
-
-
-def test_a_group_of_another_size_is_refused_by_its_id() -> None:
-    check_even([LONG, SHORT], group_size=2)
-    other = replace(SHORT, sample=replace(SHORT.sample, group_id=8))
-    with pytest.raises(ValueError, match="group 7 has 1 rows, not 2"):
-        check_even([LONG, other], group_size=2)
