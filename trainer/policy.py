@@ -105,7 +105,7 @@ class Policy:
         # Switching a sharded adapter off would also switch off its gradients: the ranks keep the start weights apart.
         under_adapter = adapted and (ranks is None or ranks.size == 1)
         distill = train.distill
-        return cls(
+        policy = cls(
             with_adapter(model, train=train, seed=config.seed) if adapted else model,
             train=train,
             temperature=config.rollout.temperature,
@@ -115,6 +115,8 @@ class Policy:
             teacher=None if distill is None or distill.is_server else load_model(Path(distill.teacher)),
             ranks=ranks,
         )
+        policy._check_fits(config.rollout.max_row_tokens or 0)
+        return policy
 
     def _make_scorer(self, model: PreTrainedModel, *, temperature: float, top_p: float) -> TokenScorer:
         model.to(self.ranks.device)  # type: ignore[arg-type]
@@ -290,13 +292,20 @@ class Policy:
         """This rank's rows in batches that fit the memory, as many on each rank, which meet in every pass.
 
         A rank that has fewer passes a row without sampled tokens, which has no loss and a gradient of zero.
+        Raises SetupError on all ranks alike when a row of any of them is too long for train.max_logits.
         """
+        self._check_fits(max((len(row.ids_L) for row in samples), default=0))
         by_rank = [
             microbatches(rows, max_positions=self.train.max_positions, packing=self.train.packing)
             for rows in deal(samples, parts=self.ranks.size)
         ]
         num_idle = max(map(len, by_rank)) - len(by_rank[self.ranks.rank])
         return by_rank[self.ranks.rank] + [[without_sampled(samples[0])] for _ in range(num_idle)]
+
+    def _check_fits(self, positions: int) -> None:
+        for scorer in (self._scorer, self.reference, self.teacher):
+            if scorer is not None:
+                scorer.check_fits(positions)
 
     def _prepare(self, samples: Sequence[Sample], advantages: Mapping[int, float]) -> list[TrainBatch]:
         """The rows of one optimizer step in batches that fit the memory, with anchors from the present weights."""
