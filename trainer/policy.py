@@ -18,14 +18,14 @@ from transformers import PreTrainedModel
 
 from common.config import RunConfig
 from common.config_train import TrainConfig
-from common.errors import RollmillError, SetupError
+from common.errors import SetupError
 from trainer.kl import kl_estimate
 from trainer.logprobs import TokenScorer, score_batch
 from trainer.lora import adapter_parameters, with_adapter, without_adapter
 from trainer.losses import StepTotals, TokenStats, needs_all_rows, policy_loss
 from trainer.modelling import load_model, recompute_layers, set_up
 from trainer.probe import probe
-from trainer.ranks import Ranks, on_all_ranks
+from trainer.ranks import AgreedError, Ranks, on_all_ranks
 from trainer.samples import (
     Batch,
     RowKey,
@@ -40,7 +40,7 @@ from trainer.samples import (
 from trainer.sharding import shard, spread_like, whole
 
 
-class TrainingError(RollmillError):
+class TrainingError(AgreedError):
     """The numbers of a training step are not finite. The message names the step and the episodes."""
 
 
@@ -247,13 +247,14 @@ class Policy:
         return {f"model.{name}": parameter.detach() for name, parameter in load_model(folder).named_parameters()}
 
     def restore(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Put back what `state` returned. Raises SetupError when it belongs to another model."""
+        """Put back what `state` returned. Raises SetupError when it belongs to another model, before the ranks meet."""
+        self._check_belongs(tensors)
         shapes = {name: torch.empty_like(tensor, device="meta") for name, tensor in tensors.items()}
-        self.ranks.call("take_state", shapes)
-        self.take_state(tensors)
+        with self.ranks.naming_lost():
+            self.ranks.call("take_state", shapes)
+            self.take_state(tensors)
 
-    def take_state(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        """This rank's part of `restore`; only rank 0 need have the values."""
+    def _check_belongs(self, tensors: Mapping[str, torch.Tensor]) -> None:
         parameters = self._trained()
         shapes = {f"model.{name}": parameter.shape for name, parameter in parameters.items()}
         found = {name: tensor.shape for name, tensor in tensors.items() if name.startswith("model.")}
@@ -268,6 +269,10 @@ class Policy:
             # A state for the whole parameter, or a number such as the count of steps.
             if name.startswith("optimizer.") and (parameter is None or tensor.shape not in (parameter.shape, ())):
                 raise SetupError(f"the checkpoint's optimizer trained other parameters: {name} is {tensor.shape} there")
+
+    def take_state(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        """This rank's part of `restore`; only rank 0 need have the values."""
+        parameters = self._trained()
         self.optimizer.state.clear()
         for name, tensor in tensors.items():
             kind, _, rest = name.partition(".")
