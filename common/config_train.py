@@ -53,10 +53,11 @@ class TrainConfig(Section):
     """Token positions of one forward and backward pass; the gradient adds up over the passes. Padding counts, unless
     there is packing. A longer row has a pass of its own."""
     packing: bool = False
-    """Put the rows of a pass one after the other, without padding and without attention between them."""
+    """Put the rows of a pass one after the other, without padding and without attention between them. Refused at the
+    start for models that do not keep them apart."""
     max_logits: int = Field(default=2**26, ge=1)
     """Logits (token positions x vocabulary) that exist at once, in float32, some four times; 2**26 are 256 MiB. A pass
-    that needs more computes them in chunks, twice."""
+    that needs more computes them in chunks, twice; models that scale or cap logits after the head cannot."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """What matrix products are computed in. Weights, gradients and the optimizer's state are float32 in either case."""
     attention: Literal["sdpa", "flash_attention_2", "flash_attention_3"] = "sdpa"

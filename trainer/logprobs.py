@@ -6,16 +6,15 @@ V vocabulary.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
 from common.config_train import TrainConfig
 from common.errors import SetupError
-from trainer.modelling import autocast, packed_arguments
+from trainer.modelling import as_single_rows, autocast, base_of, packed_arguments, vocabulary_size
 from trainer.samples import Batch
+from trainer.start_check import check_rows_apart, head_is_last
 
 
 class TokenScorer(torch.nn.Module):
@@ -25,14 +24,20 @@ class TokenScorer(torch.nn.Module):
     """
 
     def __init__(self, model: PreTrainedModel, *, train: TrainConfig, temperature: float, top_p: float) -> None:
-        """`model` may carry an adapter, also on its head; tied or not makes no difference."""
+        """`model` is whole and on its device. It may carry an adapter, also on its head; tied or not, both do.
+
+        Raises SetupError where it cannot be scored as `train` says.
+        """
         super().__init__()
         self.model = model
         self._train = train
         self._temperature = temperature
         self._top_p = top_p
         self._device = next(model.parameters()).device
-        self._head_is_last = _head_is_last(model)
+        check_rows_apart(model, train=train)
+        with as_single_rows(model, train=train):
+            self._head_is_last = head_is_last(model)
+        self.check_fits(train.max_positions)
 
     def forward(self, batch: Batch, *, with_entropies: bool) -> tuple[torch.Tensor, torch.Tensor | None]:
         """[N] log-probs in nats of the sampled tokens at the run's temperature and top-p; [N] entropies before each.
@@ -44,11 +49,22 @@ class TokenScorer(torch.nn.Module):
         before_sampled_BL = batch.mask_BL.roll(-1, dims=1)
         ids_N = batch.ids_BL[batch.mask_BL]
         with autocast(self._train, device=self._device):
-            if self._positions(batch) * _vocabulary(self.model) <= self._train.max_logits:
+            if self._positions(batch) * vocabulary_size(self.model) <= self._train.max_logits:
                 logprobs_N, entropies_N = self._score(self._logits(batch, before_sampled_BL), ids_N, with_entropies)
             else:
                 logprobs_N, entropies_N = self._in_chunks(batch, before_sampled_BL, ids_N, with_entropies)
         return logprobs_N, entropies_N if with_entropies else None
+
+    def check_fits(self, positions: int) -> None:
+        """Raise SetupError when a pass of so many positions needs chunks and the model cannot be computed in chunks."""
+        needed = positions * vocabulary_size(self.model)
+        if needed > self._train.max_logits and not self._head_is_last:
+            raise SetupError(
+                f"train.max_logits = {self._train.max_logits} is less than a pass of {positions} positions needs, and "
+                f"{type(base_of(self.model)).__name__} cannot be computed in chunks, as its logits are not simply its "
+                f"head over its hidden states: raise max_logits to {needed}, or let passes be smaller by "
+                "train.max_positions and rollout.max_row_tokens"
+            )
 
     def _positions(self, batch: Batch) -> int:
         return int(batch.lengths_B.sum()) if self._train.packing else batch.ids_BL.numel()
@@ -66,13 +82,8 @@ class TokenScorer(torch.nn.Module):
     def _in_chunks(
         self, batch: Batch, at_BL: torch.Tensor, ids_N: torch.Tensor, with_entropies: bool
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        if not self._head_is_last:
-            raise SetupError(
-                f"train.max_logits = {self._train.max_logits} is less than a batch needs, but the logits of "
-                f"{type(self.model).__name__} are not simply its head over its hidden states: raise max_logits to "
-                f"{self._positions(batch) * _vocabulary(self.model)}, or lower train.max_positions"
-            )
-        base = _base(self.model)
+        self.check_fits(self._positions(batch))
+        base = base_of(self.model)
         decoder, head = base.get_decoder(), base.get_output_embeddings()
         if self._train.packing:
             packed = packed_arguments(batch, train=self._train)
@@ -83,7 +94,7 @@ class TokenScorer(torch.nn.Module):
         def score(hidden_CH: torch.Tensor, ids_C: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
             return self._score(head(hidden_CH), ids_C, with_entropies)
 
-        size = max(self._train.max_logits // _vocabulary(self.model), 1)
+        size = max(self._train.max_logits // vocabulary_size(self.model), 1)
         parts = [
             checkpoint(score, hidden_CH, ids_C, use_reentrant=False, preserve_rng_state=False)
             for hidden_CH, ids_C in zip(torch.split(hidden_NH, size), torch.split(ids_N, size), strict=True)
@@ -137,22 +148,3 @@ def outside_nucleus(logits_CV: torch.Tensor, top_p: float) -> torch.Tensor:
     probs_CV, order_CV = logits_CV.softmax(dim=-1).sort(dim=-1, descending=True)
     outside_CV = probs_CV.cumsum(dim=-1) - probs_CV >= top_p
     return torch.empty_like(outside_CV).scatter_(1, order_CV, outside_CV)
-
-
-def _base(model: Any) -> Any:
-    """The model itself where an adapter wraps it; the adapter's layers are in it."""
-    return model.get_base_model() if hasattr(model, "get_base_model") else model
-
-
-def _vocabulary(model: PreTrainedModel) -> int:
-    return int(model.config.get_text_config().vocab_size)
-
-
-@torch.no_grad()
-def _head_is_last(model: PreTrainedModel) -> bool:
-    """Whether logits are the head over the hidden states and nothing else: some models scale or cap them."""
-    base = _base(model)
-    ids_BL = torch.zeros((1, 2), dtype=torch.int64, device=base.device)
-    hidden_BLH = base.get_decoder()(input_ids=ids_BL, use_cache=False).last_hidden_state
-    logits_BLV = base(input_ids=ids_BL, use_cache=False).logits
-    return torch.allclose(base.get_output_embeddings()(hidden_BLH), logits_BLV, atol=1e-5, equal_nan=True)

@@ -5,8 +5,10 @@ Legend: B rows of a batch, L positions of a row, P positions of all rows of a ba
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import torch
 from transformers import AttentionInterface, AutoModelForCausalLM, PreTrainedModel
@@ -20,28 +22,73 @@ from trainer.samples import Batch
 
 ROW_BY_ROW = "rollmill_rows"
 """Name of `attend_within_rows` among the attention implementations of transformers."""
+ATTENTIONS: tuple[str, ...] = get_args(TrainConfig.model_fields["attention"].annotation)
+PACKABLE = {
+    name: {"full_attention"} if name == "sdpa" else {"full_attention", "sliding_attention"} for name in ATTENTIONS
+}
+"""Kinds of layers, as model configurations name them, that each attention can keep within rows."""
 
 
 def set_up(model: PreTrainedModel, *, train: TrainConfig) -> PreTrainedModel:
     """The model, set to compute as `train` says. Raises SetupError where it cannot."""
-    attention: str = train.attention
-    if train.packing and train.attention == "sdpa":
-        kinds = set(getattr(model.config.get_text_config(), "layer_types", None) or ["full_attention"])
-        if kinds != {"full_attention"}:
-            raise SetupError(
-                f"train.packing: the model has layers of {sorted(kinds)}, and only full_attention can be packed with "
-                'train.attention = "sdpa": take attention = "flash_attention_2", or packing = false'
-            )
-        AttentionInterface.register(ROW_BY_ROW, attend_within_rows)
-        attention = ROW_BY_ROW
-    if attention != model.config._attn_implementation:
+    if train.packing:
+        _check_packable(model, train=train)
+    if train.attention != model.config._attn_implementation:
         try:
-            model.set_attn_implementation(attention)
+            model.set_attn_implementation(train.attention)
         except (ImportError, ValueError) as error:
-            raise SetupError(f"train.attention = {train.attention!r}: {error}") from error
+            # The library goes on to advise what train.attention does not offer.
+            reason = str(error).partition("\n")[0].partition(". ")[0]
+            raise SetupError(
+                f"train.attention = {train.attention!r}: {reason}. {_others(model, train=train)}"
+            ) from error
+    if train.packing and train.attention == "sdpa":
+        AttentionInterface.register(ROW_BY_ROW, attend_within_rows)
+        model.set_attn_implementation(ROW_BY_ROW)
     if train.gradient_checkpointing:
         model.activation_checkpointing_enable()
     return model
+
+
+def _check_packable(model: PreTrainedModel, *, train: TrainConfig) -> None:
+    """By the configuration: rows long enough to show it cannot be tried out."""
+    config = model.config.get_text_config()
+    window, context = getattr(config, "sliding_window", None), getattr(config, "max_position_embeddings", None)
+    narrow = window is not None and (context is None or window < context)
+    kinds = set(getattr(config, "layer_types", None) or ["sliding_attention" if narrow else "full_attention"])
+    if kinds <= PACKABLE[train.attention]:
+        return
+    fitting = [name for name in _supported(model) if kinds <= PACKABLE[name]]
+    advice = (
+        f"take attention = {' or '.join(map(repr, fitting))}, or packing = false" if fitting else "take packing = false"
+    )
+    raise SetupError(
+        f"train.packing: the model has layers of {sorted(kinds)}, and only {sorted(PACKABLE[train.attention])} can be "
+        f"packed with train.attention = {train.attention!r}: {advice}"
+    )
+
+
+def _supported(model: PreTrainedModel) -> list[str]:
+    """What the model's code can compute with; whether it is installed is another question."""
+    return [name for name in ATTENTIONS if (model._supports_sdpa if name == "sdpa" else model._supports_flash_attn)]
+
+
+def _others(model: PreTrainedModel, *, train: TrainConfig) -> str:
+    others = [name for name in _supported(model) if name != train.attention]
+    return f"Take {' or '.join(map(repr, others))}, if that is installed" if others else "Take another model"
+
+
+@contextmanager
+def as_single_rows(model: PreTrainedModel, *, train: TrainConfig) -> Iterator[None]:
+    """Within the block, the model takes rows that are not packed, as if train.packing were false."""
+    if not (train.packing and train.attention == "sdpa"):
+        yield
+        return
+    model.set_attn_implementation(train.attention)
+    try:
+        yield
+    finally:
+        model.set_attn_implementation(ROW_BY_ROW)
 
 
 def load_model(folder: Path) -> PreTrainedModel:
@@ -64,11 +111,28 @@ def recompute_layers(model: PreTrainedModel) -> None:
         if isinstance(module, GradientCheckpointingLayer):
             # Of the layer alone: its children, dropout among them, stay in evaluation mode.
             module.training = True
+            for name, value in vars(module).items():
+                # Some layers have no module for dropout, and ask their own mode.
+                if "dropout" in name and isinstance(value, float):
+                    setattr(module, name, 0.0)
 
 
-def autocast(train: TrainConfig, *, device: torch.device) -> torch.autocast:
-    """Within the block matrix products are in `train.dtype`, from float32 weights, which get float32 gradients."""
-    return torch.autocast(device.type, dtype=torch.bfloat16, enabled=train.dtype == "bfloat16")
+def autocast(train: TrainConfig, *, device: torch.device, enabled: bool = True) -> torch.autocast:
+    """Within the block matrix products are in `train.dtype`, from float32 weights, which get float32 gradients.
+
+    `enabled` = False: they stay in float32.
+    """
+    return torch.autocast(device.type, dtype=torch.bfloat16, enabled=enabled and train.dtype == "bfloat16")
+
+
+def base_of(model: Any) -> Any:
+    """The model itself where an adapter wraps it; the adapter's layers are in it."""
+    return model.get_base_model() if hasattr(model, "get_base_model") else model
+
+
+def vocabulary_size(model: PreTrainedModel) -> int:
+    """Logits of a position."""
+    return int(model.config.get_text_config().vocab_size)
 
 
 def packed_arguments(batch: Batch, *, train: TrainConfig) -> dict[str, Any]:
@@ -102,11 +166,12 @@ def attend_within_rows(
 ) -> tuple[torch.Tensor, None]:
     """Causal attention of each row over itself, with torch's own kernels; arguments as transformers gives them.
 
-    Row by row, no mask of [P, P] exists (attention_mask is None), and nothing is computed for it. Without row_lengths
-    it is one row.
+    Row by row, no mask of [P, P] exists (attention_mask is None), and nothing is computed for it. Raises SetupError
+    when the model has not passed on the row lengths that it was called with.
     """
-    lengths = row_lengths or [query.shape[2]]
-    queries, keys, values = (torch.split(states, lengths, dim=2) for states in (query, key, value))
+    if row_lengths is None:
+        raise SetupError(f"{type(module).__name__} is not told where rows begin")
+    queries, keys, values = (torch.split(states, row_lengths, dim=2) for states in (query, key, value))
     rows = zip(queries, keys, values, strict=True)
     outputs = [sdpa_attention_forward(module, q, k, v, attention_mask, **kwargs)[0] for q, k, v in rows]
     return torch.cat(outputs, dim=1), None

@@ -18,14 +18,14 @@ from transformers import PreTrainedModel
 
 from common.config import RunConfig
 from common.config_train import TrainConfig
-from common.errors import RollmillError, SetupError
+from common.errors import SetupError
 from trainer.kl import kl_estimate
 from trainer.logprobs import TokenScorer, score_batch
 from trainer.lora import adapter_parameters, with_adapter, without_adapter
 from trainer.losses import StepTotals, TokenStats, needs_all_rows, policy_loss
 from trainer.modelling import load_model, recompute_layers, set_up
 from trainer.probe import probe
-from trainer.ranks import Ranks, on_all_ranks
+from trainer.ranks import AgreedError, Ranks, on_all_ranks
 from trainer.samples import (
     Batch,
     RowKey,
@@ -40,7 +40,7 @@ from trainer.samples import (
 from trainer.sharding import shard, spread_like, whole
 
 
-class TrainingError(RollmillError):
+class TrainingError(AgreedError):
     """The numbers of a training step are not finite. The message names the step and the episodes."""
 
 
@@ -105,7 +105,7 @@ class Policy:
         # Switching a sharded adapter off would also switch off its gradients: the ranks keep the start weights apart.
         under_adapter = adapted and (ranks is None or ranks.size == 1)
         distill = train.distill
-        return cls(
+        policy = cls(
             with_adapter(model, train=train, seed=config.seed) if adapted else model,
             train=train,
             temperature=config.rollout.temperature,
@@ -115,6 +115,8 @@ class Policy:
             teacher=None if distill is None or distill.is_server else load_model(Path(distill.teacher)),
             ranks=ranks,
         )
+        policy._check_fits(config.rollout.max_row_tokens or 0)
+        return policy
 
     def _make_scorer(self, model: PreTrainedModel, *, temperature: float, top_p: float) -> TokenScorer:
         model.to(self.ranks.device)  # type: ignore[arg-type]
@@ -245,13 +247,14 @@ class Policy:
         return {f"model.{name}": parameter.detach() for name, parameter in load_model(folder).named_parameters()}
 
     def restore(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Put back what `state` returned. Raises SetupError when it belongs to another model."""
+        """Put back what `state` returned. Raises SetupError when it belongs to another model, before the ranks meet."""
+        self._check_belongs(tensors)
         shapes = {name: torch.empty_like(tensor, device="meta") for name, tensor in tensors.items()}
-        self.ranks.call("take_state", shapes)
-        self.take_state(tensors)
+        with self.ranks.naming_lost():
+            self.ranks.call("take_state", shapes)
+            self.take_state(tensors)
 
-    def take_state(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        """This rank's part of `restore`; only rank 0 need have the values."""
+    def _check_belongs(self, tensors: Mapping[str, torch.Tensor]) -> None:
         parameters = self._trained()
         shapes = {f"model.{name}": parameter.shape for name, parameter in parameters.items()}
         found = {name: tensor.shape for name, tensor in tensors.items() if name.startswith("model.")}
@@ -266,6 +269,10 @@ class Policy:
             # A state for the whole parameter, or a number such as the count of steps.
             if name.startswith("optimizer.") and (parameter is None or tensor.shape not in (parameter.shape, ())):
                 raise SetupError(f"the checkpoint's optimizer trained other parameters: {name} is {tensor.shape} there")
+
+    def take_state(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        """This rank's part of `restore`; only rank 0 need have the values."""
+        parameters = self._trained()
         self.optimizer.state.clear()
         for name, tensor in tensors.items():
             kind, _, rest = name.partition(".")
@@ -290,13 +297,20 @@ class Policy:
         """This rank's rows in batches that fit the memory, as many on each rank, which meet in every pass.
 
         A rank that has fewer passes a row without sampled tokens, which has no loss and a gradient of zero.
+        Raises SetupError on all ranks alike when a row of any of them is too long for train.max_logits.
         """
+        self._check_fits(max((len(row.ids_L) for row in samples), default=0))
         by_rank = [
             microbatches(rows, max_positions=self.train.max_positions, packing=self.train.packing)
             for rows in deal(samples, parts=self.ranks.size)
         ]
         num_idle = max(map(len, by_rank)) - len(by_rank[self.ranks.rank])
         return by_rank[self.ranks.rank] + [[without_sampled(samples[0])] for _ in range(num_idle)]
+
+    def _check_fits(self, positions: int) -> None:
+        for scorer in (self._scorer, self.reference, self.teacher):
+            if scorer is not None:
+                scorer.check_fits(positions)
 
     def _prepare(self, samples: Sequence[Sample], advantages: Mapping[int, float]) -> list[TrainBatch]:
         """The rows of one optimizer step in batches that fit the memory, with anchors from the present weights."""

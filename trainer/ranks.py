@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import wraps
 from itertools import count
-from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar, cast
+from typing import Any, Concatenate, NoReturn, ParamSpec, Protocol, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -29,6 +31,13 @@ COLLECTIVE_TIMEOUT_S = 600.0
 """A rank that is this late for the others ends the run; the step is replayed. Ranks that die are seen at once."""
 POLL_S = 5.0
 _END = ""
+_FAILED = "failed"
+"""Key of the store: why another rank than the first has ended."""
+
+
+class AgreedError(RollmillError):
+    """All ranks raise it, out of what they have gathered; rank 0 decides what follows, and the others go on."""
+
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -103,10 +112,22 @@ class Ranks:
             self._store.set(str(next(self._numbers)), name)
             dist.broadcast_object_list([args, kwargs], src=0)
 
+    @contextmanager
+    def naming_lost(self) -> Iterator[None]:
+        """As rank 0: raise RollmillError with the reason where the block's collective breaks as another rank ended."""
+        try:
+            yield
+        except RuntimeError as error:
+            if self._store is None or not self._store.check([_FAILED]):
+                raise
+            raise RollmillError(str(self._store.get(_FAILED), "utf-8")) from error
+
     def follow(self, policy: object) -> None:
         """As another rank: do what rank 0 calls, until it dismisses this one.
 
-        Waits for the next call as long as the launcher lives, which ends this process when another rank dies.
+        Waits for the next call as long as the launcher lives, which ends this process when another rank dies. An error
+        of a call, other than AgreedError, ends this process: rank 0 may be in a collective without having it, where it
+        would wait for this rank up to the time limit. The launcher then ends the others.
         """
         assert self._store is not None
         launcher = os.getppid()
@@ -116,9 +137,19 @@ class Ranks:
             args, kwargs = arguments
             try:
                 getattr(policy, name)(*args, **kwargs)
-            except RollmillError as error:
-                # Rank 0 has it too, and decides what follows.
+            except AgreedError as error:
                 logger.warning("rank=%d call=%s: %s", self.rank, name, error)
+            except Exception as error:  # noqa: BLE001 - the top of this process
+                self._end(f"rank {self.rank} failed in {name}: {type(error).__name__}: {error}")
+
+    def _end(self, reason: str) -> NoReturn:
+        """At once: parting from the others could wait for those that are in a collective."""
+        assert self._store is not None
+        logger.exception("%s", reason)
+        self._store.set(_FAILED, reason)
+        logging.shutdown()
+        sys.stderr.flush()
+        os._exit(1)
 
     def _next_call(self, launcher: int) -> str:
         assert self._store is not None
@@ -144,9 +175,11 @@ def on_all_ranks(method: Callable[Concatenate[S, P], R]) -> Callable[Concatenate
 
     @wraps(method)
     def everywhere(self: S, *args: P.args, **kwargs: P.kwargs) -> R:
-        if self.ranks.rank == 0:
+        if self.ranks.rank > 0:
+            return method(self, *args, **kwargs)
+        with self.ranks.naming_lost():
             self.ranks.call(method.__name__, *args, **kwargs)
-        return method(self, *args, **kwargs)
+            return method(self, *args, **kwargs)
 
     # To the type checker `wraps` makes something else of it.
     return cast(Callable[Concatenate[S, P], R], everywhere)

@@ -16,6 +16,7 @@ import torch
 from safetensors.torch import load_file
 
 from common.config import TINY_MODELS
+from tests.failing_rank import AGREED, GATHERED, LOST
 from tests.ranks import play, policy_of
 from trainer.policy import Policy, TrainingError
 from trainer.samples import Sample, deal
@@ -52,12 +53,16 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 
+def free_port() -> str:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        return str(taken.getsockname()[1])
+
+
 def launch(*, start: Path, out: Path) -> int:
     """Play the cases on two ranks; returns torchrun's exit code."""
     (out / "cases.json").write_text(json.dumps(CASES))
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        port = str(taken.getsockname()[1])
+    port = free_port()
     launcher = ["torch.distributed.run", "--nproc-per-node", "2", "--master-addr", "127.0.0.1", "--master-port", port]
     command = [sys.executable, "-m", *launcher, "-m", "tests.ranks", str(start), str(out / "cases.json"), str(out)]
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
@@ -117,3 +122,36 @@ def test_rows_are_dealt_by_positions_whatever_their_order(make_random_sample: Ma
 def test_one_process_needs_no_launcher(start_folder: Path) -> None:
     policy: Policy = policy_of(CASES["uneven"], start=start_folder)
     assert (policy.ranks.rank, policy.ranks.size, policy.weights()) == (0, 1, None)
+
+
+def test_a_rank_that_fails_alone_ends_and_the_first_says_why() -> None:
+    environment = os.environ | {
+        "OMP_NUM_THREADS": "1",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": free_port(),
+        "WORLD_SIZE": "2",
+    }
+    first, second = (
+        subprocess.Popen(
+            [sys.executable, "-m", "tests.failing_rank"],
+            cwd=REPOSITORY,
+            env=environment | {"RANK": str(rank)},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(2)
+    )
+    try:
+        told, _ = first.communicate(timeout=LAUNCH_TIMEOUT_S)
+        _, log = second.communicate(timeout=LAUNCH_TIMEOUT_S)
+    finally:
+        for process in (first, second):
+            process.kill()
+    assert told.splitlines() == [
+        f"{AGREED} all of [0, 1]",
+        f"{GATHERED} [0, 1]",
+        f"{LOST} rank 1 failed in gather_without_one: SetupError: only I have too long a row",
+    ]
+    assert (first.returncode, second.returncode) == (0, 1)
+    assert log.splitlines()[-1] == "common.errors.SetupError: only I have too long a row"
