@@ -33,8 +33,8 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="python -m trainer sft",
         description="Supervised training (weighted negative log-likelihood of tokens) of a model folder on rows.",
-        epilog="On several GPUs: torchrun --nproc-per-node 8 -m -- trainer sft ... It has no checkpoints: what is stopped "
-        "starts again. Options without a default here have that of [train].",
+        epilog="On several GPUs: torchrun --nproc-per-node 8 -m -- trainer sft ... It has no checkpoints: what is "
+        "stopped starts again. Options without a default here have that of [train].",
     )
     parser.add_argument("--model", type=Path, required=True, help="folder of the start weights")
     source = parser.add_mutually_exclusive_group(required=True)

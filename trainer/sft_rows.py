@@ -49,7 +49,9 @@ def read_rows(path: Path, *, shape: ModelShape) -> list[WeightedRow]:
             if not line.strip():
                 continue
             try:
-                rows.append(_row(json.loads(line), shape=shape, number=number, where=f"{path}:{number}"))
+                rows.append(_row(json.loads(line.strip()), shape=shape, number=number, where=f"{path}:{number}"))
+            except json.JSONDecodeError as error:
+                raise SetupError(f"{path}:{number}: not JSON at column {error.colno}: {error.msg}") from None
             except RecursionError:
                 raise SetupError(f"{path}:{number}: it is nested too deeply") from None
             except ValueError as error:

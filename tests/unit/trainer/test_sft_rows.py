@@ -53,7 +53,7 @@ def test_a_row_is_what_the_line_says(tmp_path: Path) -> None:
             f'{{"ids": {[1] * 513}, "weights": {[1] * 513}}}',
             r"rows.jsonl:1: ids: there are 513, more than the 512 positions of the model",
         ),
-        ("{", "rows.jsonl:1: Expecting property name"),
+        (f"{GOOD}\n{{\n", "rows.jsonl:2: not JSON at column 2: Expecting property name"),
         ("[" * 100_000, "rows.jsonl:1: it is nested too deeply"),
     ],
 )
