@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import socket
 import subprocess
 import sys
@@ -21,7 +22,7 @@ from common.outcomes import Outcome
 from tests.integration.world import World, make_turn
 from trainer.imitation import Imitator
 from trainer.sft import train
-from trainer.sft_rows import rows_of_run
+from trainer.sft_rows import read_rows, rows_of_run
 
 START = TINY_MODELS / "tiny-calculator"
 SHAPE = read_model_shape(START)
@@ -93,7 +94,9 @@ def test_two_ranks_write_what_one_does(world: World, database_url: str, tmp_path
     play(world, [1.0, 1.0, 1.0, 0.0])
     options = ["--model", str(START), "--run", "run-a", "--min-reward", "1", "--dtype", "float32", "--lora-rank", "2"]
     options += ["--steps", "3", "--batch-size", "3", "--max-positions", "10", "--learning-rate", "1e-2"]
-    done = launch(*options, "--out", str(tmp_path / "out"), database_url=database_url)
+    held_out = tmp_path / "held_out.jsonl"
+    held_out.write_text("".join(f'{{"ids": {[1, *range(9, 9 + n)]}, "weights": {[0] + [1] * n}}}\n' for n in (2, 9, 4)))
+    done = launch(*options, "--held-out", str(held_out), "--out", str(tmp_path / "out"), database_url=database_url)
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith("sft: steps=3 rows=3 loss=")
     two = load_file(tmp_path / "out" / "model.safetensors")
@@ -102,7 +105,10 @@ def test_two_ranks_write_what_one_does(world: World, database_url: str, tmp_path
     config = RunConfig.model_validate({"name": "sft", "model": START, "train": section})
     policy = Imitator.load(config)
     rows = rows_of_run(world.database, "run-a", min_reward=1.0, model=START, shape=SHAPE)
-    train(policy, [rows], steps=[3], batch_size=3, seed=0)
+    _, loss = train(policy, [rows], steps=[3], batch_size=3, seed=0, held_out=read_rows(held_out, shape=SHAPE))
+    said = re.search(r" held_out_loss=(\S+) ", done.stdout)
+    assert said is not None
+    assert float(said[1]) == pytest.approx(loss, abs=2e-4)
     one, start = policy.finished(config, dtype=torch.float32).state_dict(), load_file(START / "model.safetensors")
     assert two.keys() == start.keys()
     for name, tensor in two.items():
