@@ -151,11 +151,11 @@ class WeightStore:
             manifest = describe(draft).model_dump_json(indent=1).encode()
             (draft / MANIFEST).write_bytes(manifest)
             draft.chmod(0o755)
-            _fsync_folder(draft)
+            fsync_folder(draft)
             if target.exists():
                 shutil.rmtree(target)
             draft.rename(target)
-            _fsync(target.parent)
+            fsync(target.parent)
         except BaseException:
             shutil.rmtree(draft, ignore_errors=True)
             raise
@@ -272,7 +272,8 @@ def _sha256(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def _fsync(path: Path) -> None:
+def fsync(path: Path) -> None:
+    """Have the disk hold what was written to a file, or renamed in a folder."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -280,7 +281,8 @@ def _fsync(path: Path) -> None:
         os.close(descriptor)
 
 
-def _fsync_folder(folder: Path) -> None:
+def fsync_folder(folder: Path) -> None:
+    """`fsync` of a folder and of the files in it."""
     for path in folder.iterdir():
-        _fsync(path)
-    _fsync(folder)
+        fsync(path)
+    fsync(folder)

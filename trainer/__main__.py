@@ -1,6 +1,6 @@
 """Entry point of the trainer: `python -m trainer --config run.toml`, or that as torchrun's module for several ranks.
 
-`python -m trainer sft` is a warm start.
+`python -m trainer sft` is supervised training.
 """
 
 from __future__ import annotations
@@ -39,12 +39,12 @@ def main() -> int:
     if sys.argv[1:2] == ["sft"]:
         from trainer import sft
 
-        sft.main(sys.argv[2:])
-        return 0
+        _on_stop(lambda: sys.exit(STOPPED))
+        return sft.main(sys.argv[2:])
     parser = argparse.ArgumentParser(
         prog="python -m trainer",
         description="Trains one run from its scored episodes.",
-        epilog="python -m trainer sft --help: a supervised warm start",
+        epilog="python -m trainer sft --help: supervised training, also on a run's rewarded episodes",
     )
     parser.add_argument("--config", type=Path, required=True, help="the run's TOML file")
     parser.add_argument("--dry-run", action="store_true", help="say what will be done and which memory it takes")

@@ -1,180 +1,173 @@
-"""Supervised warm start of a tiny policy on rows of ids and loss weights, one phase after the other.
+"""Supervised training of a model, before a run or on what a run found; what it writes can be a run's `model`.
 
-python -m trainer sft --model DIR --rows clean.jsonl --rows sloppy.jsonl --steps 100 350 --out DIR
+python -m trainer sft --model DIR --rows rows.jsonl --held-out other.jsonl --learning-rate 1e-5 --out DIR
+python -m trainer sft --model DIR --run NAME --min-reward 1 --lora-rank 16 --out DIR
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import math
+import os
 import random
-import shutil
 import sys
+import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 
 import torch
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-from torch import Tensor
-from transformers import AutoModelForCausalLM, PreTrainedModel
-from transformers.utils.logging import disable_progress_bar
+from pydantic import ValidationError
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from safetensors import SafetensorError
+from transformers import AutoConfig
 
-from common.errors import SetupError
-from trainer.tiny import save_model
+from common.config import RunConfig
+from common.config_errors import first_problem
+from common.db.session import Database, check_schema
+from common.errors import RollmillError, SetupError
+from common.model_folder import read_model_shape
+from common.settings import settings
+from trainer.imitation import Imitator
+from trainer.new_folder import new_folder
+from trainer.publish import version_writer
+from trainer.ranks import Ranks
+from trainer.sft_options import parse, train_section
+from trainer.sft_rows import WeightedRow, read_rows, rows_of_run
 
-BATCH_SIZE = 32
-MUON_LR = 0.02
-ADAMW_LR = 3e-3
-FINAL_LR_SHARE = 0.05
+FINAL_RATE_SHARE = 0.05
 """The last phase's learning rates fall linearly to this share."""
-TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
 
 
-@dataclass(frozen=True, kw_only=True)
-class Row:
-    """A conversation to imitate."""
-
-    ids: tuple[int, ...]
-    """[T] token ids."""
-    weights: tuple[float, ...]
-    """[T] loss weight of each id; 0 = given, not learned."""
-
-    def __post_init__(self) -> None:
-        if len(self.ids) != len(self.weights):
-            raise ValueError(f"{len(self.ids)} ids but {len(self.weights)} weights")
-        for name, values in (("id", self.ids), ("weight", self.weights)):
-            for value in values:
-                if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
-                    raise ValueError(f"{name} must be a finite number, got {value!r}")
-        if not any(self.weights[1:]):
-            raise ValueError("no id after the first has a weight, so there is nothing to learn")
-
-
-@dataclass(frozen=True, kw_only=True)
-class Batch:
-    """Rows padded to the longest."""
-
-    ids_BT: Tensor
-    mask_BT: Tensor
-    """1 where a row has an id, by length: a pad id may be a real token elsewhere."""
-    weights_BT: Tensor
-
-
-def load_rows(path: Path) -> list[Row]:
-    """Read JSON lines of `ids` and `weights`. Raises SetupError that names the line."""
-    rows = []
-    for number, line in enumerate(path.read_text(encoding="utf-8").split("\n"), start=1):
-        if not line:
-            continue
-        try:
-            value = json.loads(line)
-            rows.append(Row(ids=tuple(value["ids"]), weights=tuple(value["weights"])))
-        except (ValueError, KeyError, TypeError) as error:
-            raise SetupError(f"{path}:{number}: not a row: {error!r}") from None
-    if not rows:
-        raise SetupError(f"{path} has no rows")
-    return rows
-
-
-def collate(rows: list[Row], *, pad_id: int) -> Batch:
-    """Pad on the right; pads have mask 0 and weight 0."""
-    width = max(len(row.ids) for row in rows)
-    fill = [width - len(row.ids) for row in rows]
-    return Batch(
-        ids_BT=torch.tensor([[*row.ids, *[pad_id] * n] for row, n in zip(rows, fill, strict=True)]),
-        mask_BT=torch.tensor([[1] * len(row.ids) + [0] * n for row, n in zip(rows, fill, strict=True)]),
-        weights_BT=torch.tensor([[*row.weights, *[0.0] * n] for row, n in zip(rows, fill, strict=True)]),
-    )
-
-
-def weighted_loss(model: PreTrainedModel, batch: Batch) -> Tensor:
-    """Mean cross-entropy of the next id, weighted; scalar, in nats."""
-    logits_BTV = model(input_ids=batch.ids_BT, attention_mask=batch.mask_BT).logits[:, :-1]
-    loss_N = torch.nn.functional.cross_entropy(
-        logits_BTV.flatten(0, 1).float(), batch.ids_BT[:, 1:].flatten(), reduction="none"
-    )
-    weights_N = batch.weights_BT[:, 1:].flatten()
-    return (loss_N * weights_N).sum() / weights_N.sum()
-
-
-def make_optimizers(model: PreTrainedModel) -> list[torch.optim.Optimizer]:
-    """Muon on the matrices, AdamW on the embedding and the norms.
-
-    Muon orthogonalises each update (Jordan et al. 2024, "Muon: an optimizer for hidden layers"); Adam alone leaves
-    a two-layer policy without the copying circuit for far longer than a minute.
-    """
-    embedding = model.get_input_embeddings().weight
-    matrices = [p for p in model.parameters() if p.ndim == 2 and p is not embedding]
-    rest = [p for p in model.parameters() if p.ndim != 2 or p is embedding]
-    return [
-        torch.optim.Muon(matrices, lr=MUON_LR, momentum=0.95, weight_decay=0.0, adjust_lr_fn="original"),
-        torch.optim.AdamW(rest, lr=ADAMW_LR, betas=(0.9, 0.98), weight_decay=0.0),
-    ]
-
-
-def train(model: PreTrainedModel, phases: list[list[Row]], steps: list[int], *, seed: int) -> Iterator[float]:
-    """Run the phases in order, `steps` optimizer steps each; yields each step's loss in nats."""
-    rng = random.Random(seed)
-    optimizers = make_optimizers(model)
-    pad_id = model.config.pad_token_id
-    last = len(phases) - 1
-    for phase, (rows, num_steps) in enumerate(zip(phases, steps, strict=True)):
-        for step in range(num_steps):
-            share = 1 - (1 - FINAL_LR_SHARE) * step / num_steps if phase == last else 1.0
-            for optimizer, rate in zip(optimizers, (MUON_LR, ADAMW_LR), strict=True):
-                optimizer.param_groups[0]["lr"] = rate * share
-            loss = weighted_loss(model, collate(rng.choices(rows, k=BATCH_SIZE), pad_id=pad_id))
-            torch.autograd.backward(loss)
-            for optimizer in optimizers:
-                optimizer.step()
-                optimizer.zero_grad()
-            yield loss.item()
-
-
-def train_folder(source: Path, row_files: list[Path], steps: list[int], out: Path, *, seed: int) -> None:
-    """Train the model in `source` and write it, in float16, to `out`."""
-    model = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32).train()
-    phases = [load_rows(path) for path in row_files]
-    columns = (
-        TextColumn("warm start"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-        TextColumn("{task.description}"),
-    )
-    with Progress(*columns) as progress:
-        bar = progress.add_task("", total=sum(steps))
-        for loss in train(model, phases, steps, seed=seed):
-            progress.update(bar, advance=1, description=f"loss {loss:.3f}")
-    out.mkdir(parents=True, exist_ok=True)
-    save_model(model, out)
-    if out.resolve() != source.resolve():
-        for name in TOKENIZER_FILES:
-            shutil.copyfile(source / name, out / name)
-
-
-def main(argv: Sequence[str]) -> None:
-    """Train as the command line says."""
-    parser = argparse.ArgumentParser(
-        prog="python -m trainer sft", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--model", type=Path, required=True, help="folder of the start weights")
-    parser.add_argument("--rows", type=Path, action="append", required=True, help="JSON lines, once per phase")
-    parser.add_argument("--steps", type=int, nargs="+", required=True, help="optimizer steps of each phase")
-    parser.add_argument("--seed", type=int, default=0, help="seed of the batches")
-    parser.add_argument("--out", type=Path, required=True, help="folder to write")
-    arguments = parser.parse_args(argv)
-    if len(arguments.rows) != len(arguments.steps):
-        parser.error(f"{len(arguments.rows)} --rows but {len(arguments.steps)} --steps")
-    torch.set_num_threads(1)
-    disable_progress_bar()
+def main(argv: Sequence[str]) -> int:
+    """Train as the command line says. Exit code 2 = something outside has to be mended."""
+    arguments = parse(argv)
     try:
-        train_folder(arguments.model, arguments.rows, arguments.steps, arguments.out, seed=arguments.seed)
-    except (SetupError, OSError) as error:
-        sys.exit(f"trainer sft: {error}")
+        config = _config(arguments)
+        if int(os.environ.get("WORLD_SIZE", "1")) == 1:
+            _lead(arguments, config, Ranks.alone())
+            return 0
+        ranks = Ranks.join()
+        try:
+            if ranks.rank == 0:
+                _lead(arguments, config, ranks)
+            else:
+                ranks.follow(Imitator.load(config, ranks=ranks))
+        finally:
+            ranks.leave()
+    except (RollmillError, OSError, SafetensorError) as error:
+        sys.stderr.write(f"trainer sft: {error}\n")
+        return 2
+    return 0
 
 
-if __name__ == "__main__":
-    main(sys.argv[1:])
+def _config(arguments: argparse.Namespace) -> RunConfig:
+    """What the policy is loaded from: its log-probs are at temperature 1."""
+    document = {"name": "sft", "model": arguments.model, "seed": arguments.seed, "train": train_section(arguments)}
+    try:
+        return RunConfig.model_validate(document | {"rollout": {"temperature": 1.0, "top_p": 1.0}})
+    except ValidationError as error:
+        raise SetupError(first_problem(error, RunConfig)) from None
+
+
+def _lead(arguments: argparse.Namespace, config: RunConfig, ranks: Ranks) -> None:
+    """Read, train and write, as the only rank or the first."""
+    started = time.monotonic()
+    if not (config.model / "tokenizer.json").is_file():
+        raise SetupError(f"model folder {config.model} has no tokenizer.json: engines could not serve what comes out")
+    phases, held_out = _read(arguments)
+    steps = arguments.steps or [math.ceil(len(rows) / arguments.batch_size) for rows in phases]
+    with new_folder(arguments.out, replace=arguments.force) as draft:
+        policy = Imitator.load(config, ranks=ranks)
+        if arguments.optimizer == "muon":
+            policy.add_muon()
+        loss, held_out_loss = train(
+            policy,
+            phases,
+            steps=steps,
+            batch_size=arguments.batch_size,
+            seed=arguments.seed,
+            held_out=held_out,
+            held_out_every=arguments.held_out_every,
+        )
+        dtype = getattr(torch, arguments.dtype) if arguments.dtype else _dtype_of(config.model)
+        version_writer(policy.finished(config, dtype=dtype), start=config.model)(draft)
+    sys.stdout.write(
+        f"sft: steps={sum(steps)} rows={sum(map(len, phases))} loss={loss:.4f} "
+        f"held_out_loss={'none' if held_out_loss is None else f'{held_out_loss:.4f}'} "
+        f"seconds={time.monotonic() - started:.1f}\n"
+    )
+
+
+def _read(arguments: argparse.Namespace) -> tuple[list[list[WeightedRow]], list[WeightedRow]]:
+    """The rows of each phase, and the held-out ones, of which there may be none."""
+    shape = read_model_shape(arguments.model)
+    held_out = read_rows(arguments.held_out, shape=shape) if arguments.held_out else []
+    if arguments.run is None:
+        return [read_rows(path, shape=shape) for path in arguments.rows], held_out
+    database = Database.connect(settings().require_database_url(), pool_size=1)
+    try:
+        check_schema(database)
+        rows = rows_of_run(database, arguments.run, min_reward=arguments.min_reward, model=arguments.model, shape=shape)
+    finally:
+        database.dispose()
+    return [rows], held_out
+
+
+def train(
+    policy: Imitator,
+    phases: Sequence[Sequence[WeightedRow]],
+    *,
+    steps: Sequence[int],
+    batch_size: int,
+    seed: int,
+    held_out: Sequence[WeightedRow] = (),
+    held_out_every: int = 50,
+) -> tuple[float, float | None]:
+    """Run the phases in order, `steps` optimizer steps each, with a progress bar on stderr.
+
+    Returns the last step's loss and the held-out one after it, in nats; None = there are no held-out rows.
+    """
+    console = Console(stderr=True, highlight=False)
+    columns = (TextColumn("sft"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn())
+    drawn = [batches(rows, size=batch_size, seed=f"{seed}:{phase}") for phase, rows in enumerate(phases)]
+    loss, held_out_loss, total = math.nan, None, sum(steps)
+    with Progress(*columns, TextColumn("{task.description}"), console=console) as progress:
+        bar = progress.add_task("", total=total)
+        for step, (phase, share) in enumerate(schedule(steps, warmup_steps=policy.train.warmup_steps), start=1):
+            loss, grad_norm = policy.imitate(next(drawn[phase]), step=step, rate_share=share)
+            progress.update(bar, advance=1, description=f"loss {loss:.3f} grad_norm {grad_norm:.2f}")
+            if held_out and (step % held_out_every == 0 or step == total):
+                held_out_loss = policy.imitation_loss(held_out)
+                console.print(f"step {step}/{total}: loss {loss:.4f}, held-out loss {held_out_loss:.4f}")
+    return loss, held_out_loss
+
+
+def batches(rows: Sequence[WeightedRow], *, size: int, seed: str) -> Iterator[list[WeightedRow]]:
+    """Batches without end, shuffled by the seed; each row comes once before any comes again."""
+    drawn = _passes(rows, random.Random(seed))
+    while True:
+        yield list(islice(drawn, size))
+
+
+def _passes(rows: Sequence[WeightedRow], randomness: random.Random) -> Iterator[WeightedRow]:
+    while True:
+        yield from randomness.sample(rows, k=len(rows))
+
+
+def schedule(steps: Sequence[int], *, warmup_steps: int) -> Iterator[tuple[int, float]]:
+    """(phase, share of the learning rates) of each step: linear warm-up at first, linear decay in the last phase."""
+    done = 0
+    for phase, num_steps in enumerate(steps):
+        for step in range(num_steps):
+            warm = min(1.0, (done + 1) / warmup_steps) if warmup_steps else 1.0
+            decay = 1 - (1 - FINAL_RATE_SHARE) * step / num_steps if phase == len(steps) - 1 else 1.0
+            yield phase, warm * decay
+            done += 1
+
+
+def _dtype_of(model: Path) -> torch.dtype:
+    """What the model folder's weights are in."""
+    dtype = AutoConfig.from_pretrained(model, local_files_only=True).dtype
+    return dtype if isinstance(dtype, torch.dtype) else torch.float32

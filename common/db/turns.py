@@ -160,20 +160,34 @@ def load_for_step(conn: Connection, step_id: int) -> list[ScoredEpisode]:
 
     Those that ended before their first turn have none: left out, they would make their siblings look better or worse.
     """
+    return _scored(conn, "g.step_id = :step_id", step_id=step_id)
+
+
+def load_rewarded(conn: Connection, run_id: int, *, min_reward: float) -> list[ScoredEpisode]:
+    """The SCORED training episodes of a run with at least this reward and their tokens, ordered by group and index."""
+    return _scored(
+        conn,
+        "e.run_id = :run_id AND e.eval_version IS NULL AND e.reward >= :min_reward",
+        run_id=run_id,
+        min_reward=min_reward,
+    )
+
+
+def _scored(conn: Connection, where: str, **values: float) -> list[ScoredEpisode]:
     rows = conn.execute(
         text(
-            """
+            f"""
             SELECT e.id, e.group_id, e.outcome, e.reward, t.sample, t.version_spans, k.suffix_ids, k.sampled_ids,
                    k.logprobs
               FROM episode_group g
               JOIN episode e ON e.group_id = g.id AND e.state = 'SCORED'
               LEFT JOIN (turn t JOIN turn_tokens k ON k.turn_id = t.id)
                      ON t.episode_id = e.id AND t.attempt = e.attempt
-             WHERE g.step_id = :step_id
+             WHERE {where}
              ORDER BY e.group_id, e.index, t.index
             """
         ),
-        {"step_id": step_id},
+        values,
     )
     episodes: dict[int, ScoredEpisode] = {}
     for row in rows:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -68,15 +69,10 @@ def test_dry_run_says_what_would_be_done_and_touches_nothing(tmp_path: Path) -> 
     assert refused.stderr.startswith("trainer: rollout.max_row_tokens = 4000 is more than the 512 positions of model")
 
 
-def test_the_warm_start_is_a_command_of_the_trainer(tmp_path: Path) -> None:
+def test_supervised_training_is_a_command_of_the_trainer(tmp_path: Path) -> None:
     rows, out = tmp_path / "rows.jsonl", tmp_path / "out"
     rows.write_text(json.dumps({"ids": [1, 9, 10], "weights": [0, 0, 1]}))
-    source = ("--model", str(TINY_MODELS / "tiny-calculator"), "--rows", str(rows))
-    done = run("sft", *source, "--steps", "1", "--out", str(out))
+    done = run("sft", "--model", str(TINY_MODELS / "tiny-calculator"), "--rows", str(rows), "--out", str(out))
     assert done.returncode == 0, done.stderr
+    assert re.fullmatch(r"sft: steps=1 rows=1 loss=\d+\.\d{4} held_out_loss=none seconds=\d+\.\d\n", done.stdout)
     assert (out / "model.safetensors").is_file()
-
-    rows.write_text(json.dumps({"ids": [1, 9, 10], "weights": [0, 0, "1"]}))
-    refused = run("sft", *source, "--steps", "1", "--out", str(out))
-    assert refused.returncode != 0
-    assert refused.stderr.startswith(f"trainer sft: {rows}:1: not a row: ")

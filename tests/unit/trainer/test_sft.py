@@ -1,184 +1,187 @@
+"""`python -m trainer sft` from its arguments to the folder that it writes."""
+
 from __future__ import annotations
 
-import asyncio
 import json
+from itertools import islice
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from pydantic import JsonValue
-from transformers import Qwen3ForCausalLM
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
 
-from benchmarks.commands_only import CommandsOnly
-from common.config import TINY_MODELS
-from common.episode import Message
-from common.errors import SetupError
-from trainer.sft import Row, collate, load_rows, make_optimizers, train, train_folder, weighted_loss
-from trainer.tiny import make_model
-from workers.handlers.base import Handler
-from workers.handlers.calculator import Calculator
-from workers.handlers.shell import Shell
+from common.config import TINY_MODELS, RunConfig
+from tests.unit.trainer.test_imitation import row
+from trainer.policy import Policy
+from trainer.samples import pad
+from trainer.sft import batches, main, schedule
 from workers.render import Renderer
-from workers.sandbox.protocol import ExecResult
 
-PAD = 0
-
-
-def test_pads_are_masked_by_length_not_by_id() -> None:
-    batch = collate([Row(ids=(5, PAD, 6, PAD), weights=(0, 1, 1, 20)), Row(ids=(7, 8), weights=(0, 1))], pad_id=PAD)
-
-    assert batch.ids_BT.tolist() == [[5, PAD, 6, PAD], [7, 8, PAD, PAD]]
-    assert batch.mask_BT.tolist() == [[1, 1, 1, 1], [1, 1, 0, 0]]
-    assert batch.weights_BT.tolist() == [[0, 1, 1, 20], [0, 1, 0, 0]]
+START = TINY_MODELS / "tiny-calculator"
+ROWS = [{"ids": [1, 9, 10, 11 + number, 5], "weights": [0, 0, 1, 2.5, 0]} for number in range(6)]
 
 
-def test_the_loss_is_the_weighted_mean_over_what_is_learned() -> None:
-    model = make_model(eos_id=2, pad_id=PAD, seed=0).eval()
-    row = Row(ids=(5, 6, 7, 8), weights=(1, 0, 1, 3))
-
-    logprobs = model(input_ids=torch.tensor([row.ids])).logits[0].log_softmax(-1)
-    expected = -(logprobs[1, 7] + 3 * logprobs[2, 8]) / 4
-
-    assert weighted_loss(model, collate([row], pad_id=PAD)).item() == pytest.approx(expected.item(), rel=1e-5)
+@pytest.fixture
+def rows(tmp_path: Path) -> Path:
+    path = tmp_path / "rows.jsonl"
+    path.write_text("\n".join(map(json.dumps, ROWS)))
+    return path
 
 
-def test_padding_does_not_change_the_loss() -> None:
-    model = make_model(eos_id=2, pad_id=PAD, seed=0).eval()
-    row, long_row = Row(ids=(5, 6, 7), weights=(0, 1, 1)), Row(ids=(1,) * 9, weights=(0,) * 8 + (1e-9,))
-
-    alone = weighted_loss(model, collate([row], pad_id=PAD)).item()
-    padded = weighted_loss(model, collate([row, long_row], pad_id=PAD)).item()
-
-    assert padded == pytest.approx(alone, rel=1e-5)
+def sft(rows: Path, out: Path, *options: str, model: Path = START) -> int:
+    return main(["--model", str(model), "--rows", str(rows), "--out", str(out), *options])
 
 
-def test_every_parameter_has_one_optimizer() -> None:
-    model = make_model(eos_id=2, pad_id=PAD, seed=0)
-    muon, adamw = make_optimizers(model)
-
-    matrices, rest = (optimizer.param_groups[0]["params"] for optimizer in (muon, adamw))
-
-    assert {id(p) for p in matrices}.isdisjoint(id(p) for p in rest)
-    assert {id(p) for p in (*matrices, *rest)} == {id(p) for p in model.parameters()}
-    assert any(p is model.get_input_embeddings().weight for p in rest)
+def tensors(folder: Path) -> dict[str, torch.Tensor]:
+    return load_file(folder / "model.safetensors")
 
 
-def test_training_learns_the_weighted_ids_and_ends_at_a_small_rate() -> None:
-    model = make_model(eos_id=2, pad_id=PAD, seed=0)
-    rows = [Row(ids=(3, a, 4, a), weights=(0, 0, 0, 1)) for a in range(10, 14)]
+def test_a_batch_has_each_row_once_before_any_comes_again() -> None:
+    given = [row([1, number], [0, 1], number=number) for number in range(5)]
+    for seed in ("0:0", "7:1"):
+        drawn = [one.sample.episode_id for batch in islice(batches(given, size=4, seed=seed), 5) for one in batch]
+        assert all(sorted(drawn[start : start + 5]) == [0, 1, 2, 3, 4] for start in range(0, 20, 5))
+    first, second = ([one.where for one in next(batches(given, size=5, seed="3:0"))] for _ in range(2))
+    assert first == second
 
-    losses = list(train(model, [rows, rows], [10, 30], seed=0))
 
-    assert len(losses) == 40
-    assert losses[0] > 3
-    assert losses[-1] < 0.05
+def test_rates_warm_up_at_first_and_fall_in_the_last_phase() -> None:
+    found = list(schedule([3, 4], warmup_steps=2))
+    assert [phase for phase, _ in found] == [0, 0, 0, 1, 1, 1, 1]
+    assert [share for _, share in found] == pytest.approx([0.5, 1, 1, 1, 0.7625, 0.525, 0.2875])
+    assert [share for _, share in schedule([2], warmup_steps=0)] == pytest.approx([1, 0.525])
+
+
+def test_the_folder_is_a_model_in_the_dtype_that_it_had_and_the_same_every_time(
+    tmp_path: Path, rows: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    options = ("--learning-rate", "1e-3", "--batch-size", "4", "--held-out", str(rows), "--held-out-every", "1")
+    assert sft(rows, tmp_path / "out", *options) == 0
+    said = capsys.readouterr()
+    assert said.out.startswith("sft: steps=2 rows=6 loss=")
+    assert "step 1/2: loss" in said.err
+
+    assert {path.name for path in (tmp_path / "out").iterdir()} == {path.name for path in START.iterdir()}
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "rows.jsonl"]
+    assert json.loads((tmp_path / "out/config.json").read_text())["dtype"] == "float16"
+    assert {tensor.dtype for tensor in tensors(tmp_path / "out").values()} == {torch.float16}
+    Renderer.from_folder(tmp_path / "out")
+
+    assert sft(rows, tmp_path / "again", *options) == 0
+    taught, again, start = (tensors(folder) for folder in (tmp_path / "out", tmp_path / "again", START))
+    assert all(torch.equal(tensor, again[name]) for name, tensor in taught.items())
+    assert not torch.equal(taught["model.embed_tokens.weight"], start["model.embed_tokens.weight"])
+
+
+def test_an_adapter_is_merged_and_a_run_can_start_from_it(tmp_path: Path, rows: Path) -> None:
+    options = ("--lora-rank", "2", "--learning-rate", "1e-2", "--warmup-steps", "0", "--steps", "4")
+    assert sft(rows, tmp_path / "out", *options, "--dtype", "float32") == 0
+    written = tensors(tmp_path / "out")
+    assert set(written) == set(tensors(START))
+    assert {tensor.dtype for tensor in written.values()} == {torch.float32}
+
+    batch = pad([row(one["ids"], one["weights"]).sample for one in ROWS])
+    document: dict[str, Any] = {"name": "next", "train": {"lora_rank": 2}}
+    with torch.no_grad():
+        before, after = (
+            Policy.load(RunConfig.model_validate(document | {"model": folder})).logprobs(batch).sum()
+            for folder in (START, tmp_path / "out")
+        )
+    assert after > before + 1
+
+
+def test_muon_and_two_phases_teach_a_model_whose_config_names_no_pad_id(tmp_path: Path, start_folder: Path) -> None:
+    config = json.loads((start_folder / "config.json").read_text())
+    model = tmp_path / "model"
+    model.mkdir()
+    for file in start_folder.iterdir():
+        (model / file.name).write_bytes(file.read_bytes())
+    (model / "config.json").write_text(json.dumps(config | {"pad_token_id": None}))
+    learned = tmp_path / "rows.jsonl"
+    learned.write_text(
+        "\n".join(json.dumps({"ids": [3, a, 4, a], "weights": [0, 0, 0, 1]}) for a in range(10, 14))
+        + '\n{"ids": [3, 9], "weights": [0, 1]}'
+    )
+    options = ("--rows", str(learned), "--steps", "10", "30", "--optimizer", "muon")
+
+    assert sft(learned, tmp_path / "out", *options, model=model) == 0
+
+    taught = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float32)
+    logits = taught(input_ids=torch.tensor([[3, a, 4] for a in range(10, 14)])).logits[:, -1]
+    assert logits.argmax(dim=-1).tolist() == [10, 11, 12, 13]
+
+
+def test_a_model_that_is_there_is_replaced_only_by_force_and_a_folder_that_is_none_never(
+    tmp_path: Path, rows: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "out"
+    out.mkdir()
+    assert sft(rows, out) == 0
+    (out / "notes").write_text("mine")
+    assert sft(rows, out) == 2
+    assert "out is there already: take another --out, or --force to replace it" in capsys.readouterr().err
+    before = tensors(out)
+    # In place, what lies beside the weights goes over with the tokenizer; from elsewhere it gives way.
+    assert sft(rows, out, "--force", "--learning-rate", "1e-3", model=out) == 0
+    assert (out / "notes").read_text() == "mine"
+    assert not torch.equal(tensors(out)["model.embed_tokens.weight"], before["model.embed_tokens.weight"])
+    assert sft(rows, out, "--force") == 0
+    assert {path.name for path in out.iterdir()} == {path.name for path in START.iterdir()}
+
+    other = tmp_path / "other"
+    other.mkdir()
+    (other / "notes").write_text("mine")
+    assert sft(rows, other, "--force") == 2
+    assert "other holds no model (no config.json), so --force does not replace it" in capsys.readouterr().err
+    assert [path.name for path in other.iterdir()] == ["notes"]
+
+
+def test_training_that_fails_leaves_the_old_model_and_no_half_one(
+    tmp_path: Path, rows: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "out"
+    assert sft(rows, out) == 0
+    before = tensors(out)
+    assert sft(rows, out, "--force", "--learning-rate", "1e9", "--steps", "20") == 2
+    error = capsys.readouterr().err.splitlines()[-1]
+    assert error.startswith("trainer sft: ")
+    assert all(torch.equal(tensor, before[name]) for name, tensor in tensors(out).items())
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "rows.jsonl"]
 
 
 @pytest.mark.parametrize(
-    ("text", "message"),
+    ("options", "message"),
     [
-        ("", "rows.jsonl has no rows"),
-        ('{"ids": [1, 2], "weights": [0, 1]}\n{"ids": [1, 2]}', "rows.jsonl:2: not a row: KeyError"),
-        ('{"ids": [1, 2], "weights": [1]}', "rows.jsonl:1: not a row: .*2 ids but 1 weights"),
-        ('{"ids": [1, 2], "weights": [1, 0]}', "rows.jsonl:1: not a row: .*nothing to learn"),
-        ("{", "rows.jsonl:1: not a row"),
+        (("--steps", "0"), "argument --steps: '0' is no whole number of 1 or more"),
+        (("--steps", "1", "2"), "1 phases of rows but 2 --steps"),
+        (("--min-reward", "1"), "--run and --min-reward belong together"),
+        (("--batch-size", "-1"), "argument --batch-size: '-1' is no whole number of 1 or more"),
+        (("--run", "first"), "argument --run: not allowed with argument --rows"),
     ],
 )
-def test_bad_rows_are_refused_by_line(tmp_path: Path, text: str, message: str) -> None:
-    path = tmp_path / "rows.jsonl"
-    path.write_text(text)
-
-    with pytest.raises(SetupError, match=message):
-        load_rows(path)
-
-
-class ListedFiles(CommandsOnly):
-    """A sandbox that knows `ls` and `cat NAME`: a policy's commands never reach this machine."""
-
-    def __init__(self, files: dict[str, str]) -> None:
-        self.files = files
-
-    async def exec(self, command: str, *, timeout_s: float) -> ExecResult:
-        match command.split():
-            case ["ls"]:
-                return ExecResult(exit_code=0, output="\n".join(sorted(self.files)), timed_out=False)
-            case ["cat", name] if name in self.files:
-                return ExecResult(exit_code=0, output=self.files[name], timed_out=False)
-        return ExecResult(exit_code=1, output="", timed_out=False)
+def test_arguments_that_make_no_sense_are_refused(
+    tmp_path: Path, rows: Path, options: tuple[str, ...], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        sft(rows, tmp_path / "out", *options)
+    assert capsys.readouterr().err.splitlines()[-1] == f"python -m trainer sft: error: {message}"
 
 
-class Episode:
-    """A task being played."""
-
-    def __init__(self, handler: Handler, payload: dict[str, JsonValue], renderer: Renderer) -> None:
-        prepared = handler.init(payload)
-        self.handler, self.payload, self.renderer = handler, payload, renderer
-        self.sandbox = ListedFiles(prepared.files)
-        self.messages = list(prepared.messages)
-        self.ids = renderer.first_prompt(prepared.messages, prepared.tools)
-        self.well_formed = True
-        self.over = False
-
-    async def take(self, sampled: list[int]) -> None:
-        parsed = self.renderer.parse(sampled)
-        self.well_formed &= parsed.error is None and sampled[-1] == self.renderer.close_id
-        self.messages.append(Message(role="assistant", content=parsed.content, tool_calls=parsed.tool_calls))
-        self.over = not self.well_formed or not parsed.tool_calls
-        if not self.over:
-            calls = [await self.handler.call_tool(call, self.payload, self.sandbox) for call in parsed.tool_calls]
-            results = [Message(role="tool", content=text) for text in calls]
-            self.messages += results
-            self.ids = [*self.ids, *sampled, *self.renderer.suffix(results)]
-
-    @property
-    def reward(self) -> float:
-        return self.handler.eval(self.payload, tuple(self.messages)).reward
-
-
-def play(handler: Handler, model: Qwen3ForCausalLM, *, num_tasks: int, greedy: bool) -> list[Episode]:
-    """Play tasks to their end, all in one batch, at most four turns of 40 tokens."""
-    torch.manual_seed(0)
-    assert model.name_or_path is not None
-    renderer = Renderer.from_folder(model.name_or_path)
-    episodes = [Episode(handler, payload, renderer) for payload in handler.tasks(seed=7, num_tasks=num_tasks)]
-    for _ in range(4):
-        live = [episode for episode in episodes if not episode.over]
-        if live:
-            turns = sample(model, [episode.ids for episode in live], renderer.close_id, greedy=greedy)
-            for episode, turn in zip(live, turns, strict=True):
-                asyncio.run(episode.take(turn))
-    return episodes
-
-
-def sample(model: Qwen3ForCausalLM, prompts: list[list[int]], close_id: int, *, greedy: bool) -> list[list[int]]:
-    """One turn for each prompt, cut after the close token."""
-    width = max(len(ids) for ids in prompts)
-    padded_BT = torch.tensor([[PAD] * (width - len(ids)) + ids for ids in prompts])
-    mask_BT = torch.tensor([[0] * (width - len(ids)) + [1] * len(ids) for ids in prompts])
-    choice = {"do_sample": False} if greedy else {"do_sample": True, "temperature": 1.0, "top_k": 0, "top_p": 1.0}
-    turns = model.generate(padded_BT, attention_mask=mask_BT, max_new_tokens=40, **choice)[:, width:].tolist()
-    return [turn[: turn.index(close_id) + 1] if close_id in turn else turn for turn in turns]
-
-
-@pytest.mark.parametrize(("name", "handler"), [("tiny-calculator", Calculator()), ("tiny-shell", Shell())])
-def test_a_shipped_policy_keeps_the_form_and_leaves_room_for_learning(name: str, handler: Handler) -> None:
-    model = Qwen3ForCausalLM.from_pretrained(TINY_MODELS / name, dtype=torch.float32)
-
-    sampled = play(handler, model, num_tasks=192, greedy=False)
-    greedy = play(handler, model, num_tasks=64, greedy=True)
-
-    assert sum(episode.well_formed for episode in sampled) / 192 > 0.93
-    assert 0.10 < sum(episode.reward for episode in sampled) / 192 < 0.30
-    assert all(episode.well_formed for episode in greedy)
-    assert sum(episode.reward for episode in greedy) / 64 < 0.05
-
-
-def test_a_trained_folder_is_complete(tmp_path: Path) -> None:
-    source = TINY_MODELS / "tiny-calculator"
-    rows = tmp_path / "rows.jsonl"
-    rows.write_text(json.dumps({"ids": [1, 9, 10], "weights": [0, 0, 1]}))
-
-    train_folder(source, [rows], [1], tmp_path / "out", seed=0)
-
-    assert {path.name for path in (tmp_path / "out").iterdir()} == {path.name for path in source.iterdir()}
-    Renderer.from_folder(tmp_path / "out")
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (("--learning-rate", "0"), "train.learning_rate: Input should be greater than 0 (got '0')"),
+        (("--lora-alpha", "4"), "train: lora_alpha = 4 has no effect without lora_rank"),
+        (("--optimizer", "muon", "--lora-rank", "2"), "--optimizer muon trains whole matrices: not with --lora-rank"),
+        (("--held-out", "nowhere.jsonl"), "[Errno 2] No such file or directory: 'nowhere.jsonl'"),
+        (("--model", "nowhere"), "model folder nowhere has no tokenizer.json"),
+    ],
+)
+def test_what_cannot_be_trained_is_one_line(
+    tmp_path: Path, rows: Path, options: tuple[str, ...], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert sft(rows, tmp_path / "out", *options) == 2
+    assert capsys.readouterr().err.startswith(f"trainer sft: {message}")
+    assert not (tmp_path / "out").exists()
