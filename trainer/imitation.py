@@ -42,7 +42,7 @@ class Imitator(Policy):
         """
         if self.train.lora_rank is not None or self.ranks.size > 1:
             raise SetupError("--optimizer muon trains whole matrices: not with --lora-rank, nor on several ranks")
-        head = self.model.get_output_embeddings()  # type: ignore[no-untyped-call]
+        head = self.model.get_output_embeddings()
         ends = {id(self.model.get_input_embeddings().weight), id(head.weight)}
         trained = self._trained().values()
         matrices = [parameter for parameter in trained if parameter.ndim == 2 and id(parameter) not in ends]
@@ -71,7 +71,7 @@ class Imitator(Policy):
         for samples, loss_B in self._losses(rows):
             wrong |= {row.key for row, good in zip(samples, loss_B.isfinite(), strict=True) if not good}
             total = loss_B.sum()
-            total.backward()  # type: ignore[no-untyped-call]
+            total.backward()
             loss += total.item()
         # Each rank must come to the same end: one that raised alone would leave the others in a collective.
         losses, wrong_of_ranks = zip(*self.ranks.gather((loss, wrong)), strict=True)

@@ -156,7 +156,7 @@ def test_an_adapter_learns_alone_and_merged_it_says_the_same(make_imitator: Make
 def test_a_loss_that_is_not_finite_names_the_row_and_changes_nothing(make_imitator: MakeImitator) -> None:
     imitator = make_imitator()
     with torch.no_grad():
-        imitator.model.get_input_embeddings().weight[7] = torch.nan
+        imitator.model.get_input_embeddings().get_parameter("weight")[7] = torch.nan
         before = weights_of(imitator)
     # The head is tied to the embedding: any row's logits have the broken one among them.
     with pytest.raises(TrainingError, match=r"step 3: the loss is not finite in rows.jsonl:1, rows.jsonl:2$"):
@@ -167,7 +167,7 @@ def test_a_loss_that_is_not_finite_names_the_row_and_changes_nothing(make_imitat
 def test_weights_that_a_dtype_cannot_hold_are_refused(make_imitator: MakeImitator, start_folder: Path) -> None:
     imitator = make_imitator()
     with torch.no_grad():
-        imitator.model.get_input_embeddings().weight[7, 0] = 1e5
+        imitator.model.get_input_embeddings().get_parameter("weight")[7, 0] = 1e5
     config = RunConfig.model_validate({"name": "test", "model": start_folder})
     with pytest.raises(SetupError, match=r"embed_tokens.weight has weights that torch.float16 cannot hold: take"):
         imitator.finished(config, dtype=torch.float16)

@@ -20,7 +20,7 @@ from trainer.sft import batches, main, schedule
 from workers.render import Renderer
 
 START = TINY_MODELS / "tiny-calculator"
-ROWS = [{"ids": [1, 9, 10, 11 + number, 5], "weights": [0, 0, 1, 2.5, 0]} for number in range(6)]
+ROWS: list[dict[str, Any]] = [{"ids": [1, 9, 10, 11 + number, 5], "weights": [0, 0, 1, 2.5, 0]} for number in range(6)]
 
 
 @pytest.fixture

@@ -63,7 +63,7 @@ def model_of(kind: str, **config: Any) -> PreTrainedModel:
         torch.manual_seed(0)
         made = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, vocab_size=VOCABULARY, **config))
     assert isinstance(made, PreTrainedModel)
-    return made.float().eval()  # type: ignore[no-untyped-call, no-any-return]
+    return made.float().eval()
 
 
 def policy_of(model: PreTrainedModel, **train: object) -> Policy:
@@ -120,7 +120,7 @@ def attend_by_ends(
     key, value, _ = states
     lengths = [query.shape[2]] if cu_seq_lens_q is None else cu_seq_lens_q.diff().tolist()
     parts = zip(*(part.split(lengths, dim=2) for part in (query, key, value)), strict=True)
-    return torch.cat([sdpa_attention_forward(module, *part, None, **kwargs)[0] for part in parts], dim=1), None
+    return torch.cat([sdpa_attention_forward(module, q, k, v, None, **kwargs)[0] for q, k, v in parts], dim=1), None
 
 
 @pytest.mark.parametrize(("kind", "refused"), [("llama", False), ("nemotron", True), ("bloom", True)])

@@ -7,8 +7,9 @@ import asyncio
 import pytest
 import torch
 from pydantic import JsonValue
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import Qwen3ForCausalLM
 
+from benchmarks.commands_only import CommandsOnly
 from common.config import TINY_MODELS
 from common.episode import Message
 from workers.handlers.base import Handler
@@ -20,7 +21,7 @@ from workers.sandbox.protocol import ExecResult
 PAD = 0
 
 
-class ListedFiles:
+class ListedFiles(CommandsOnly):
     """A sandbox that knows `ls` and `cat NAME`: a policy's commands never reach this machine."""
 
     def __init__(self, files: dict[str, str]) -> None:
@@ -63,9 +64,10 @@ class Episode:
         return self.handler.eval(self.payload, tuple(self.messages)).reward
 
 
-def play(handler: Handler, model: PreTrainedModel, *, num_tasks: int, greedy: bool) -> list[Episode]:
+def play(handler: Handler, model: Qwen3ForCausalLM, *, num_tasks: int, greedy: bool) -> list[Episode]:
     """Play tasks to their end, all in one batch, at most four turns of 40 tokens."""
     torch.manual_seed(0)
+    assert model.name_or_path is not None
     renderer = Renderer.from_folder(model.name_or_path)
     episodes = [Episode(handler, payload, renderer) for payload in handler.tasks(seed=7, num_tasks=num_tasks)]
     for _ in range(4):
@@ -77,7 +79,7 @@ def play(handler: Handler, model: PreTrainedModel, *, num_tasks: int, greedy: bo
     return episodes
 
 
-def sample(model: PreTrainedModel, prompts: list[list[int]], close_id: int, *, greedy: bool) -> list[list[int]]:
+def sample(model: Qwen3ForCausalLM, prompts: list[list[int]], close_id: int, *, greedy: bool) -> list[list[int]]:
     """One turn for each prompt, cut after the close token."""
     width = max(len(ids) for ids in prompts)
     padded_BT = torch.tensor([[PAD] * (width - len(ids)) + ids for ids in prompts])
@@ -89,7 +91,7 @@ def sample(model: PreTrainedModel, prompts: list[list[int]], close_id: int, *, g
 
 @pytest.mark.parametrize(("name", "handler"), [("tiny-calculator", Calculator()), ("tiny-shell", Shell())])
 def test_a_shipped_policy_keeps_the_form_and_leaves_room_for_learning(name: str, handler: Handler) -> None:
-    model = AutoModelForCausalLM.from_pretrained(TINY_MODELS / name, dtype=torch.float32)
+    model = Qwen3ForCausalLM.from_pretrained(TINY_MODELS / name, dtype=torch.float32)
 
     sampled = play(handler, model, num_tasks=192, greedy=False)
     greedy = play(handler, model, num_tasks=64, greedy=True)
