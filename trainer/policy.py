@@ -37,6 +37,7 @@ from trainer.samples import (
     split_by_group,
     without_sampled,
 )
+from trainer.schedule import learning_rate
 from trainer.sharding import shard, spread_like, whole
 
 
@@ -91,7 +92,10 @@ class Policy:
         self.teacher = self._make_frozen(teacher, temperature=temperature, top_p=1.0)
         # An optimizer that knew the frozen weights would save no state for them, and miss it when it is restored.
         self.optimizer = torch.optim.AdamW(
-            self._trained().values(), lr=train.learning_rate, betas=(train.beta1, train.beta2), weight_decay=0.0
+            self._trained().values(),
+            lr=train.learning_rate,
+            betas=(train.beta1, train.beta2),
+            weight_decay=train.weight_decay,
         )
 
     @classmethod
@@ -374,11 +378,3 @@ class Policy:
             )
         self.optimizer.step()
         return sum(losses), sum(stats_of_ranks, start=TokenStats()), grad_norm
-
-
-def learning_rate(train: TrainConfig, version: int) -> float:
-    """Rate of the step that trains `version`: linear warm-up to the full rate, then linear decay to half at the end."""
-    if version < train.warmup_steps:
-        return train.learning_rate * (version + 1) / train.warmup_steps
-    decay_steps = max(train.num_versions - 1 - train.warmup_steps, 1)
-    return train.learning_rate * (1 - 0.5 * (version - train.warmup_steps) / decay_steps)

@@ -12,10 +12,9 @@ import pytest
 import torch
 
 from common.config import RunConfig
-from common.config_train import TrainConfig
 from common.errors import SetupError
 from trainer.losses import StepTotals, policy_loss
-from trainer.policy import Policy, TrainingError, learning_rate
+from trainer.policy import Policy, TrainingError
 from trainer.samples import Sample, pad, split_by_group
 
 MakeSample = Callable[..., Sample]
@@ -312,14 +311,6 @@ def test_state_of_another_model_is_refused(make_policy: MakePolicy) -> None:
     state = policy.state() | {"model.model.norm.weight": torch.zeros(3)}
     with pytest.raises(SetupError, match=r"another model: model\.model\.norm\.weight is .*3.* there, .*64.* here"):
         policy.restore(state)
-
-
-def test_learning_rate_warms_up_then_falls_to_half() -> None:
-    train = TrainConfig(learning_rate=1e-3, warmup_steps=4, num_versions=15)
-    rates = [learning_rate(train, version) for version in range(15)]
-    assert rates[:5] == pytest.approx([0.25e-3, 0.5e-3, 0.75e-3, 1e-3, 1e-3])
-    assert rates[9] == pytest.approx(0.75e-3)
-    assert rates[14] == pytest.approx(0.5e-3)
 
 
 def test_minibatches_keep_siblings_together_and_are_never_empty(make_random_sample: MakeSample) -> None:
