@@ -8,10 +8,9 @@ from pydantic import BaseModel, ConfigDict, ValidationInfo, field_validator
 
 from common.storable import check_storable, check_time
 
-
 STORED = "stored"
-"""Context in which a configuration is validated that was stored with its run. What the rules of this version alone would
-refuse goes on, as it did when it was stored: else one such run would stop the feeder for all."""
+"""Context in which a configuration is validated that was stored with its run. What only later rules refuse goes on as
+it did when it was stored: else one such run would stop the feeder for all."""
 
 
 class Section(BaseModel):

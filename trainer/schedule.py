@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import logging
 import math
 
 from common.config_train import TrainConfig
+
+logger = logging.getLogger(__name__)
 
 
 def learning_rate(train: TrainConfig, version: int) -> float:
@@ -23,3 +26,15 @@ def learning_rate(train: TrainConfig, version: int) -> float:
         progress = (1 - math.cos(math.pi * progress)) / 2
     # In another order of operations the default would round differently than it always has.
     return train.learning_rate * (1 - (1 - train.lr_end) * progress)
+
+
+def warn_of_warm_up(run_id: int, *, train: TrainConfig) -> None:
+    """Say so where the rate only rises, and what is set of its way down does nothing."""
+    if 0 < train.num_versions <= train.warmup_steps:
+        logger.warning(
+            "the run ends in its warm-up run=%d num_versions=%d warmup_steps=%d: the last step's learning rate is %g",
+            run_id,
+            train.num_versions,
+            train.warmup_steps,
+            learning_rate(train, train.num_versions - 1),
+        )

@@ -11,7 +11,7 @@ import torch
 from common.config_train import TrainConfig
 from trainer.policy import Policy
 from trainer.samples import Sample
-from trainer.schedule import learning_rate
+from trainer.schedule import learning_rate, warn_of_warm_up
 
 MakeSample = Callable[..., Sample]
 MakePolicy = Callable[..., Policy]
@@ -64,6 +64,14 @@ def test_the_default_is_bit_for_bit_the_line_to_half_the_rate() -> None:
     after = range(5, 40)
     assert [learning_rate(given, version) for version in after] == [
         1e-3 * (1 - 0.5 * (version - 5) / 34) for version in after
+    ]
+
+
+def test_a_run_that_ends_in_its_warm_up_is_warned_of(caplog: pytest.LogCaptureFixture) -> None:
+    for num_versions in (0, 4, 6):
+        warn_of_warm_up(7, train=TrainConfig(num_versions=num_versions))
+    assert caplog.messages == [
+        "the run ends in its warm-up run=7 num_versions=4 warmup_steps=5: the last step's learning rate is 0.0008"
     ]
 
 
