@@ -65,6 +65,9 @@ class Setup:
 
     def config(self) -> RunConfig:
         train = {"num_versions": self.num_versions, "max_staleness": self.lag, **RECIPES[self.recipe]}
+        if self.lag == 0:
+            # There is nothing to correct then, and nothing to allow.
+            train.pop("allow_uncorrected", None)
         return RunConfig(
             name="learning",
             handler=self.task,

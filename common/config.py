@@ -11,12 +11,14 @@ from pydantic import (
     Field,
     JsonValue,
     ValidationError,
+    ValidationInfo,
     model_validator,
 )
 
+from common.config_effect import refuse_change
 from common.config_errors import first_problem
 from common.config_network import NetworkConfig
-from common.config_section import Section
+from common.config_section import STORED, Section
 from common.config_tracking import TrackingConfig
 from common.config_train import TrainConfig
 from common.errors import SetupError
@@ -139,6 +141,15 @@ class EvalConfig(Section):
             )
         return self
 
+    @model_validator(mode="after")
+    def _all_has_effect(self, info: ValidationInfo) -> Self:
+        if info.context != STORED:
+            if self.dataset is not None:
+                refuse_change(self, "seed", why=f"with dataset = {self.dataset}: it has its tasks")
+            if self.temperature == 0:
+                refuse_change(self, "top_p", why="with temperature = 0: the likeliest token is taken always")
+        return self
+
 
 class SharingConfig(Section):
     """The run's part of a fleet that several runs share. `rollmill run share` changes it while the run goes on."""
@@ -199,17 +210,29 @@ class RunConfig(Section):
     dataset: Path | None = None
     """JSON lines, one task a line; None = the handler makes its own tasks."""
     num_tasks: int = Field(default=2000, ge=1)
-    """Tasks that a procedural handler makes."""
+    """Tasks that a procedural handler makes; of a data set all are played."""
     seed: int = 0
     """Seed of the task order, of procedural tasks and of the trainer."""
     rollout: RolloutConfig = RolloutConfig()
+    """How episodes are played."""
     render: RenderConfig = RenderConfig()
+    """How conversations become ids."""
     train: TrainConfig = TrainConfig()
+    """How the policy is updated."""
     eval: EvalConfig | None = None
     """None = no version is evaluated."""
     sharing: SharingConfig = SharingConfig()
+    """Its part of a fleet that several runs share."""
     tracking: TrackingConfig = TrackingConfig()
+    """Where each step's metrics go."""
     sandbox: SandboxConfig = SandboxConfig()
+    """Where its agents run their commands."""
+
+    @model_validator(mode="after")
+    def _all_has_effect(self, info: ValidationInfo) -> Self:
+        if info.context != STORED and self.dataset is not None:
+            refuse_change(self, "num_tasks", why=f"with dataset = {self.dataset}: all its tasks are played")
+        return self
 
     @model_validator(mode="after")
     def _minibatches_fit(self) -> Self:

@@ -8,6 +8,10 @@ from pydantic import BaseModel, ConfigDict, ValidationInfo, field_validator
 
 from common.storable import check_storable, check_time
 
+STORED = "stored"
+"""Context in which a configuration is validated that was stored with its run. What only later rules refuse goes on as
+it did when it was stored: else one such run would stop the feeder for all."""
+
 
 class Section(BaseModel):
     """Base of the sections: unknown keys are errors, and so is what cannot be stored."""

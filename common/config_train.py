@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from typing import Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import Field, ValidationInfo, model_validator
 
 from common.config_distill import DistillConfig
-from common.config_section import Section
+from common.config_effect import check_effect
+from common.config_section import STORED, Section
 
 Advantage = Literal["grpo", "dr_grpo", "rloo", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "pass_at_k"]
 
@@ -43,10 +44,20 @@ class TrainConfig(Section):
     """Newest checkpoints that stay, each about three times the weights in float32; one more while a step is written.
     When the newest is damaged, the optimizer's state comes from the one before: with 1 there is none."""
     learning_rate: float = Field(default=1e-3, gt=0)
+    """AdamW's, at its highest: after the warm-up."""
     warmup_steps: int = Field(default=5, ge=0)
-    """Training steps of linear warm-up; then linear decay to half."""
+    """Training steps of linear warm-up. A run that has no more of them never leaves it."""
+    lr_schedule: Literal["linear", "cosine", "constant"] = "linear"
+    """How the rate falls from there to lr_end in the last step; "constant" = not at all."""
+    lr_end: float = Field(default=0.5, ge=0, le=1)
+    """Share of learning_rate that the last training step has. With 0 it changes nothing."""
+    weight_decay: float = Field(default=0.0, ge=0, le=1)
+    """AdamW's: each optimizer step takes rate x weight_decay off all weights that are trained (with lora_rank the
+    adapter's), in proportion to themselves. A step without any advantage has no optimizer step."""
     beta1: float = Field(default=0.9, ge=0, lt=1)
+    """AdamW's: how much of the gradients' mean stays at each optimizer step."""
     beta2: float = Field(default=0.99, ge=0, lt=1)
+    """The same of their squares' mean."""
     grad_clip: float = Field(default=0.2, gt=0)
     """Largest gradient norm."""
     max_positions: int = Field(default=4096, ge=1)
@@ -99,9 +110,9 @@ class TrainConfig(Section):
     correction_level: Literal["token", "sequence"] = "token"
     """Whether each token has a weight of its own, or a row has one, the product over its tokens."""
     importance_cap: float = Field(default=2.0, gt=0)
-    """Largest importance weight proximal/behaviour."""
+    """Largest importance weight proximal/behaviour, 1 or more. Without effect for anchor = behaviour."""
     importance_floor: float | None = Field(default=None, gt=0)
-    """Smallest importance weight that correction = "mask" leaves in the loss (IcePop); None = no bound."""
+    """Smallest importance weight that correction = "mask" leaves in the loss (IcePop), 1 or less; None = no bound."""
     allow_uncorrected: bool = False
     """Train episodes of older versions with correction = "none" all the same; such runs collapse."""
     kl: Literal["none", "loss", "reward"] = "none"
@@ -190,6 +201,12 @@ class TrainConfig(Section):
         for name, value in (("lora_alpha", self.lora_alpha), ("lora_modules", self.lora_modules)):
             if value is not None and self.lora_rank is None:
                 raise ValueError(f"{name} = {value} has no effect without lora_rank")
+        return self
+
+    @model_validator(mode="after")
+    def _all_has_effect(self, info: ValidationInfo) -> Self:
+        if info.context != STORED:
+            check_effect(self)
         return self
 
     @property

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from common.config import RunConfig
+from common.config_train import TrainConfig
 from common.errors import SetupError
 from common.memory import LORA_MODULES, MemoryEstimate, estimate_memory
 from common.model_folder import ModelShape, read_model_shape
@@ -129,11 +130,21 @@ def _objective(config: RunConfig) -> Iterator[tuple[str, str]]:
             "adapter",
             f"LoRA of rank {train.lora_rank}, alpha {alpha}, on {', '.join(train.lora_modules or LORA_MODULES)}",
         )
-    yield (
-        "optimizer",
-        f"AdamW, learning rate {train.learning_rate:g} after {train.warmup_steps} steps, half of it at the end; "
-        f"gradients clipped at {train.grad_clip:g}",
-    )
+    decay = f", weight decay {train.weight_decay:g}" if train.weight_decay else ""
+    yield "optimizer", f"AdamW{decay}, {_rate(train)}; gradients clipped at {train.grad_clip:g}"
+
+
+def _rate(train: TrainConfig) -> str:
+    if 0 < train.num_versions <= train.warmup_steps:
+        last = train.learning_rate * train.num_versions / train.warmup_steps
+        return (
+            f"learning rate rising to {last:g} in the last step: the warm-up to {train.learning_rate:g} takes "
+            f"{train.warmup_steps} steps, and the run has {train.num_versions}"
+        )
+    after = f"learning rate {train.learning_rate:g} after {train.warmup_steps} steps"
+    if train.lr_schedule == "constant":
+        return f"{after}, and to the end"
+    return f"{after}, {train.lr_schedule} to {train.learning_rate * train.lr_end:g} at the end"
 
 
 def _correction(config: RunConfig) -> str:

@@ -66,6 +66,8 @@ def eval_config(config: RunConfig, asked: Asked) -> RunConfig:
     wanted = given.model_copy(
         update={
             "dataset": dataset and dataset.absolute(),
+            # A data set has its tasks, and none are made.
+            "seed": given.seed if dataset is None else EvalConfig().seed,
             "num_tasks": num_tasks,
             "samples_per_task": samples,
             "max_episodes_in_flight": max(IN_FLIGHT, samples),

@@ -26,12 +26,13 @@ from common.errors import SetupError
 from common.object_store import open_store
 from common.settings import settings
 from common.weights import Published, VersionStore
-from trainer.check_input import check_groups
+from trainer.check_input import check_groups, checked_metrics
 from trainer.failures import noting_failures, outlast_outage
 from trainer.loop import OUTAGE_WAIT_S, account, prepare
 from trainer.publish import announce
 from trainer.samples import Sample
 from trainer.source import Work, wait_for_work
+from trainer.step_metrics import warn_of_silence
 
 logger = logging.getLogger(__name__)
 
@@ -227,6 +228,7 @@ class GroupSource:
             samples, advantages, metrics = prepare(
                 work.groups, version=version, train=train, reference_kl=lambda samples: {}
             )
+        warn_of_silence(work.step, metrics)
         rewards = {episode.episode_id: episode.reward for group in work.groups for episode in group.episodes}
         rows = tuple(
             Row(
@@ -243,9 +245,11 @@ class GroupSource:
         """Publish what the step made of its version and mark it DONE with its groups, at once; engines load it.
 
         False = the run was stopped meanwhile. Save your own state before: from here on the step is not replayed.
-        Raises SetupError if somebody else has finished the step.
+        Raises ValueError for `metrics` that are no finite numbers, before anything is published, and SetupError if
+        somebody else has finished the step.
         """
         step = taken.work.step
+        given = checked_metrics(metrics or {})
         tries = count(1)
 
         def publish() -> Published:
@@ -259,7 +263,7 @@ class GroupSource:
                     conn,
                     step,
                     published=published,
-                    metrics={**taken.metrics, "wait_s": taken.work.wait_s, **(metrics or {})},
+                    metrics={**taken.metrics, "wait_s": taken.work.wait_s, **given},
                     trained=list(taken.trained),
                 )
 

@@ -1,12 +1,13 @@
-"""What a step was given, checked before it is trained: each mistake is one line with the id and the field."""
+"""What a step was given, checked before it is trained or kept: each mistake is one line with the id and the field."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from math import isfinite
 from numbers import Real
 
 from common.db.steps import ScoredGroup
+from common.storable import check_storable
 from trainer.samples import Sample
 
 
@@ -47,3 +48,18 @@ def check_rows(samples: Sequence[Sample], *, context: int | None, vocab_size: in
                 f"{where}: id {odd} is not in the model's vocabulary of {vocab_size} (vocab_size): "
                 "the engine serves another model"
             )
+
+
+def checked_metrics(metrics: Mapping[str, float]) -> dict[str, float]:
+    """The same with plain numbers. Raises ValueError for one that is no finite number, or a name that can't be kept."""
+    plain = {}
+    for name, value in metrics.items():
+        given: object = value
+        try:
+            check_storable(name)
+        except ValueError as error:
+            raise ValueError(f"metrics: {error}") from None
+        if not isinstance(given, Real) or not isfinite(given):
+            raise ValueError(f"metrics: {name} = {given!r:.80} is not a finite number")
+        plain[name] = float(given)
+    return plain

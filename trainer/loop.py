@@ -16,7 +16,6 @@ from dataclasses import dataclass, field
 from itertools import count
 from pathlib import Path
 
-import numpy as np
 from safetensors import SafetensorError
 
 from common.config_train import TrainConfig
@@ -40,7 +39,9 @@ from trainer.ranks import Ranks
 from trainer.restore import restore
 from trainer.rewards import group_rewards, is_trained
 from trainer.samples import Sample, make_samples, rows_by_episode, samples_digest
+from trainer.schedule import warn_of_warm_up
 from trainer.source import Work, wait_for_work
+from trainer.step_metrics import taken_metrics, warn_of_silence
 from trainer.teacher import Teacher, make_teacher, with_teacher_logprobs
 from trainer.tracking import Tracker
 
@@ -74,6 +75,7 @@ class Trainer:
         version = outlast_outage(self.resume, stop=stop, limit_s=self.outage_wait_s)
         if version is None:
             return False
+        warn_of_warm_up(self.run.id, train=self.run.config.train)
         while version < self.run.config.train.num_versions:
             work = wait_for_work(self.database, self.run, version=version, stop=stop, look_up=self.look_up)
             if work is None:
@@ -146,6 +148,7 @@ class Trainer:
         samples, advantages, metrics = prepare(
             work.groups, version=version, train=train, reference_kl=self.policy.reference_kl
         )
+        warn_of_silence(work.step, metrics)
         sizes = self.policy.model.config.get_text_config()
         check_rows(samples, context=getattr(sizes, "max_position_embeddings", None), vocab_size=sizes.vocab_size)
         trained_samples = [sample for sample in samples if sample.episode_id not in advantages.left_out]
@@ -293,22 +296,14 @@ def prepare(
     ]
     left_out = [episode.episode_id for group in of_agent for episode in group if not is_trained(episode, train=train)]
     advantages = step_advantages(rewards_of_groups, train=train, left_out=left_out)
-    rewards = np.array([episode.reward for group in of_agent for episode in group])
-    shaped = np.array([reward for group in rewards_of_groups for reward in group.shaped.values()])
-    lags = np.concatenate([[0], *(version - sample.versions_L[sample.mask_L] for sample in samples)])[1:]
-    metrics = {
-        "reward_mean": float(rewards.mean()),
-        "reward_std": float(rewards.std()),
-        "shaped_reward_mean": float(shaped.mean()),
-        "num_episodes": float(len(rewards)),
-        "num_rows": float(len(samples)),
-        "num_tokens": float(len(lags)),
-        "zero_variance_groups": float(advantages.zero_variance_groups),
-        "singleton_groups": float(advantages.singleton_groups),
-        "left_out_episodes": float(len(advantages.left_out)),
-        "lag_mean": float(lags.mean()),
-        "lag_max": float(lags.max()),
-    }
+    metrics = taken_metrics(
+        samples,
+        advantages,
+        rewards=[episode.reward for group in of_agent for episode in group],
+        shaped=[reward for group in rewards_of_groups for reward in group.shaped.values()],
+        version=version,
+        max_staleness=train.max_staleness,
+    )
     return samples, advantages, metrics
 
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 import random
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
 
@@ -37,27 +36,13 @@ from trainer.samples import (
     split_by_group,
     without_sampled,
 )
+from trainer.schedule import learning_rate
 from trainer.sharding import shard, spread_like, whole
+from trainer.train_batch import TrainBatch
 
 
 class TrainingError(AgreedError):
     """The numbers of a training step are not finite. The message names the step and the episodes."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class TrainBatch:
-    """A batch with all that its loss needs."""
-
-    samples: tuple[Sample, ...]
-    batch: Batch
-    anchor_logprobs_BL: torch.Tensor
-    """float32, nats; what the ratio is taken against."""
-    reference_logprobs_BL: torch.Tensor | None
-    """float32, nats, by the start weights; None where the loss has no KL term."""
-    advantages_B: torch.Tensor
-    """float32."""
-    episode_tokens_B: torch.Tensor
-    """int64; sampled tokens of the row's episode, over all its rows."""
 
 
 class Policy:
@@ -91,7 +76,10 @@ class Policy:
         self.teacher = self._make_frozen(teacher, temperature=temperature, top_p=1.0)
         # An optimizer that knew the frozen weights would save no state for them, and miss it when it is restored.
         self.optimizer = torch.optim.AdamW(
-            self._trained().values(), lr=train.learning_rate, betas=(train.beta1, train.beta2), weight_decay=0.0
+            self._trained().values(),
+            lr=train.learning_rate,
+            betas=(train.beta1, train.beta2),
+            weight_decay=train.weight_decay,
         )
 
     @classmethod
@@ -187,7 +175,10 @@ class Policy:
 
         Rows with advantage 0 count in the loss's divisor. Where they have no gradient (losses.needs_all_rows) they are
         not computed.
-        Raises TrainingError before the weights change when a loss or a gradient is not finite.
+        Raises TrainingError when a number is not finite. Advantages, anchors and the start weights' log-probs are
+        looked at before the weights change; a loss and a gradient before the optimizer step of their minibatch. From
+        the second minibatch on the weights are then those of no version: the process must end, and its successor
+        replays the step from the checkpoint. To see all losses first would take another pass over all rows.
         """
         randomness = random.Random(f"{self.seed}:{version}")
         found = probe(self, samples, version=version, randomness=randomness)
@@ -198,6 +189,7 @@ class Policy:
             self._prepare(part, advantages)
             for part in split_by_group(kept, parts=self.train.minibatches, randomness=randomness)
         ]
+        self._refuse_infinite(minibatches, version=version)
         rate = learning_rate(self.train, version)
         for group in self.optimizer.param_groups:
             group["lr"] = rate
@@ -340,6 +332,11 @@ class Policy:
             )
         return prepared
 
+    def _refuse_infinite(self, minibatches: Sequence[Sequence[TrainBatch]], *, version: int) -> None:
+        """Raise TrainingError, on all ranks, for the episodes of rows that come with a number that is not finite."""
+        wrong = {episode_id for minibatch in minibatches for part in minibatch for episode_id in part.not_finite()}
+        _refuse(set[int]().union(*self.ranks.gather(wrong)), version=version)
+
     def _update(
         self, minibatch: Sequence[TrainBatch], *, version: int, totals: StepTotals
     ) -> tuple[float, TokenStats, float]:
@@ -374,11 +371,7 @@ class Policy:
         losses, stats_of_ranks, wrong_of_ranks, episodes_of_ranks = zip(
             *self.ranks.gather((loss, stats, wrong, episodes)), strict=True
         )
-        if any(wrong_of_ranks):
-            raise TrainingError(
-                f"step {version} -> {version + 1}: the loss is not finite in episodes "
-                f"{sorted(set().union(*wrong_of_ranks))}"
-            )
+        _refuse(set[int]().union(*wrong_of_ranks), version=version)
         clipped = torch.nn.utils.clip_grad_norm_(self._trained().values(), self.train.grad_clip)
         grad_norm = whole(clipped).item()
         if not np.isfinite(grad_norm):
@@ -390,9 +383,9 @@ class Policy:
         return sum(losses), sum(stats_of_ranks, start=TokenStats()), grad_norm
 
 
-def learning_rate(train: TrainConfig, version: int) -> float:
-    """Rate of the step that trains `version`: linear warm-up to the full rate, then linear decay to half at the end."""
-    if version < train.warmup_steps:
-        return train.learning_rate * (version + 1) / train.warmup_steps
-    decay_steps = max(train.num_versions - 1 - train.warmup_steps, 1)
-    return train.learning_rate * (1 - 0.5 * (version - train.warmup_steps) / decay_steps)
+def _refuse(episode_ids: set[int], *, version: int) -> None:
+    """Raise TrainingError that names them, if there are any."""
+    if episode_ids:
+        raise TrainingError(
+            f"step {version} -> {version + 1}: the loss is not finite in episodes {sorted(episode_ids)}"
+        )

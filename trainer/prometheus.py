@@ -20,9 +20,12 @@ PREFIX = "rollmill_trainer"
 SUMS = {"steps": None, "episodes": "num_episodes", "tokens": "num_tokens"}
 """Counter -> the step's metric that it sums; None = the steps themselves."""
 
+LAG = re.compile(r"lag_(\d+)_fraction")
+"""The step's metrics that are one here, with a label."""
+
 
 class StepCollector(Collector):
-    """What Prometheus is told of one run: `rollmill_trainer_<metric>{run="…"}`."""
+    """What Prometheus is told of one run: `rollmill_trainer_<metric>{run="…"}`; of lag_fraction also `lag="0"`."""
 
     def __init__(self, run: str, sinks: Sequence[SinkThread]) -> None:
         self._run = run
@@ -40,10 +43,22 @@ class StepCollector(Collector):
                 self._sums[counter] += 1.0 if name is None else newest.get(name, 0.0)
 
     def collect(self) -> Iterator[Metric]:
-        """One gauge for each metric of the newest step, then the sums, then what the sinks lost."""
+        """One gauge for each metric of the newest step, the lags' shares in one, the sums, and what the sinks lost."""
         with self._lock:
             newest, sums = self._newest, dict(self._sums)
+        by_lag = {found[1]: value for name, value in newest.items() if (found := LAG.fullmatch(name))}
+        if by_lag:
+            of_lags = GaugeMetricFamily(
+                f"{PREFIX}_lag_fraction",
+                "share of the newest step's tokens so many versions old",
+                labels=["run", "lag"],
+            )
+            for lag, share in by_lag.items():
+                of_lags.add_metric([self._run, lag], share)
+            yield of_lags
         for name, value in newest.items():
+            if LAG.fullmatch(name):
+                continue
             gauge = GaugeMetricFamily(f"{PREFIX}_{name}", f"{name} of the newest step", labels=["run"])
             gauge.add_metric([self._run], value)
             yield gauge

@@ -17,6 +17,7 @@ from pydantic import JsonValue
 from sqlalchemy import Connection, Row, text
 
 from common.config import RolloutConfig, RunConfig
+from common.config_section import STORED
 from common.db import stragglers
 from common.db.statement import Prepared
 from common.episode import FINAL_STATES, MOVES, STAGE_OF, TAKES, EpisodeState, Stage
@@ -114,7 +115,7 @@ def claim(
         worker=worker,
         group_id=row.group_id,
         run_id=row.run_id,
-        config=configs[row.run_id] if row.config is None else RunConfig.model_validate(row.config),
+        config=configs[row.run_id] if row.config is None else RunConfig.model_validate(row.config, context=STORED),
         handler=handler,
         payload=payload,
         # A new attempt still carries the old one's: the processes that start it may not write this column.

@@ -8,6 +8,7 @@ from pydantic import ValidationError
 from sqlalchemy import Connection, text
 
 from common.config import RunConfig
+from common.config_section import STORED
 
 
 def name_to_go_on(conn: Connection, config: RunConfig) -> str:
@@ -28,7 +29,7 @@ def name_to_go_on(conn: Connection, config: RunConfig) -> str:
 
 def _is_same(stored: dict[str, Any], config: RunConfig) -> bool:
     try:
-        other = RunConfig.model_validate(stored)
+        other = RunConfig.model_validate(stored, context=STORED)
     except ValidationError:
         return False
     return other.model_copy(update={"name": config.name, "sharing": config.sharing}) == config

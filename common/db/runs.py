@@ -10,6 +10,7 @@ from typing import Any
 from sqlalchemy import Connection, Row, text
 
 from common.config import RunConfig, SharingConfig
+from common.config_section import STORED
 from common.episode import RUN_MOVES, RunState
 from common.errors import SetupError
 
@@ -203,5 +204,5 @@ def move_cursor(conn: Connection, run_id: int, cursor: DataCursor) -> None:
 
 def from_row(row: Row[tuple[Any, ...]]) -> Run:
     """A run from its columns id, name, config, sharing and state."""
-    config = RunConfig.model_validate({**row.config, "sharing": row.sharing})
+    config = RunConfig.model_validate({**row.config, "sharing": row.sharing}, context=STORED)
     return Run(id=row.id, name=row.name, config=config, state=RunState(row.state))

@@ -9,6 +9,7 @@ from typing import Any
 from sqlalchemy import Connection, Row, text
 
 from common.config import InFlight
+from common.config_section import STORED
 from common.config_train import TrainConfig
 from common.db import evaluations
 from common.weights import Published, folder_of
@@ -129,6 +130,6 @@ def needed(conn: Connection, run_id: int) -> frozenset[int]:
 
 def _version(row: Row[Any]) -> PolicyVersion:
     fields = dict(row._mapping)
-    train = TrainConfig.model_validate(fields.pop("train"))
+    train = TrainConfig.model_validate(fields.pop("train"), context=STORED)
     model = Path(fields.pop("model"))
     return PolicyVersion(**fields, model=model, adapters_kept=train.adapters_kept)

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 from sqlalchemy import text
 
@@ -88,6 +89,31 @@ def test_rows_are_what_was_sampled_in_the_shapes_of_others(
         step = conn.execute(text("SELECT state, metrics ->> 'loss' AS loss FROM train_step")).one()
         assert tuple(step) == ("DONE", "0.25")
         assert report.summary(conn, world.run.id).token_mismatches == 0
+
+
+@pytest.mark.parametrize(
+    ("metrics", "expected"),
+    [
+        ({"reward": 0.5, "loss": float("nan")}, "metrics: loss = nan is not a finite number"),
+        ({"loss": "low"}, "metrics: loss = 'low' is not a finite number"),
+        ({"lo\0ss": 0.5}, "metrics: the string 'lo.x00ss' contains the character"),
+    ],
+    ids=["nan", "text", "name"],
+)
+def test_metrics_that_cannot_be_kept_are_refused_before_anything_is_published(
+    world: World, open_source: Callable[[], GroupSource], metrics: dict[str, float], expected: str
+) -> None:
+    source = open_source()
+    source.start(write_version)
+    play(world)
+    taken = source.take(0)
+    assert taken is not None
+    with pytest.raises(ValueError, match=expected):
+        source.finish(taken, lambda folder: pytest.fail("published"), metrics=metrics)
+    # Numbers of numpy are numbers.
+    assert source.finish(taken, write_version, metrics={"loss": np.float32(0.25), "num_updates": 3})
+    with world.database.begin() as conn:
+        assert conn.execute(text("SELECT metrics ->> 'loss' FROM train_step")).scalar_one() == "0.25"
 
 
 def test_a_step_that_was_not_finished_comes_again_whole_and_a_finished_one_never(

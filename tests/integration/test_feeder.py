@@ -23,7 +23,7 @@ def make_run(database: Database, name: str, *, handler: str = "calculator", data
         handler=handler,
         model=Path("model"),
         dataset=dataset,
-        num_tasks=4,
+        num_tasks=2000 if dataset else 4,
         rollout=RolloutConfig(group_size=2),
         train=TrainConfig(groups_per_step=2, minibatches=1),
     )

@@ -40,3 +40,16 @@ def test_a_run_that_an_earlier_version_began_goes_on(database: Database):
         assert name_to_go_on(conn, config()) == "demo"
         conn.execute(text("UPDATE run SET config = jsonb_set(config, '{gone}', '1')"))
         assert name_to_go_on(conn, config()) == "demo-2"
+
+
+def test_a_run_with_a_setting_that_is_refused_by_now_does_not_stop_the_others(database: Database):
+    with database.begin() as conn:
+        runs.open_run(conn, config())
+        stored = '{"importance_cap": 0.5, "dual_clip": 1e9, "loss": "cispo"}'
+        conn.execute(
+            text("UPDATE run SET config = jsonb_set(config, '{train}', config -> 'train' || CAST(:stored AS jsonb))"),
+            {"stored": stored},
+        )
+        (run,) = runs.active(conn)
+        assert (run.name, run.config.train.importance_cap) == ("demo", 0.5)
+        assert name_to_go_on(conn, config()) == "demo-2"

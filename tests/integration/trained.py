@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 import numpy as np
@@ -37,15 +37,22 @@ def wait_for_version(world: World, number: int) -> PolicyVersion:
     return version
 
 
-def play(world: World, version: PolicyVersion, *, num_groups: int = 2) -> None:
-    """Groups of two episodes with rewards 1 and 0, sampled by the published weights as an engine would."""
+def play(
+    world: World, version: PolicyVersion, *, num_groups: int = 2, outcomes: Sequence[Outcome] = (Outcome.FINISHED,)
+) -> None:
+    """Groups of two episodes with rewards 0 and 1, sampled by the published weights as an engine would.
+
+    They end with the `outcomes`, in turn.
+    """
     policy = Policy.load(world.run.config.model_copy(update={"model": version.path}))
     for number, wakeup in enumerate(world.feed(num_groups)):
         claim = world.must_claim(world.prepare(wakeup))
         with world.database.begin() as conn:
             for turn in sampled_turns(policy, seed=wakeup.episode_id, version=version.number):
                 turns.save(conn, claim, turn)
-            moved = episodes.move(conn, claim, EpisodeState.SAMPLED, why="finished", outcome=Outcome.FINISHED)
+            moved = episodes.move(
+                conn, claim, EpisodeState.SAMPLED, why="played", outcome=outcomes[number % len(outcomes)]
+            )
         assert moved is not None
         world.score(moved, reward=float(number % 2))
 

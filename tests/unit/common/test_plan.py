@@ -59,6 +59,26 @@ def test_what_is_in_the_loss_is_said_in_words() -> None:
     )
 
 
+@pytest.mark.parametrize(
+    ("train", "expected"),
+    [
+        ({}, "AdamW, learning rate 0.001 after 5 steps, linear to 0.0005 at the end; gradients clipped at 0.2"),
+        (
+            {"lr_schedule": "cosine", "lr_end": 0.1, "weight_decay": 0.01, "warmup_steps": 2},
+            "AdamW, weight decay 0.01, learning rate 0.001 after 2 steps, cosine to 0.0001 at the end; ",
+        ),
+        ({"lr_schedule": "constant"}, "AdamW, learning rate 0.001 after 5 steps, and to the end; "),
+        (
+            {"num_versions": 4, "warmup_steps": 8},
+            "AdamW, learning rate rising to 0.0005 in the last step: the warm-up to 0.001 takes 8 steps, and the run "
+            "has 4; ",
+        ),
+    ],
+)
+def test_the_learning_rate_is_told_from_start_to_end(train: dict[str, object], expected: str) -> None:
+    assert lines_of(run_config(train=train))["optimizer"].startswith(expected)
+
+
 def test_places_hide_passwords() -> None:
     url = "postgresql://rl:secret@db:5432/rollmill"
     said = lines_of(

@@ -71,6 +71,14 @@ def test_a_data_set_that_is_asked_for_is_played_whole(tmp_path: Path) -> None:
     assert (wanted.dataset, wanted.num_tasks) == (file, 70)
 
 
+def test_the_run_of_a_data_set_can_be_read_from_a_file_though_tasks_were_to_be_made(tmp_path: Path) -> None:
+    file = tmp_path / "tasks.jsonl"
+    file.write_text("{}\n")
+    made = CONFIG.model_copy(update={"num_tasks": 7, "eval": EvalConfig(seed=7)})
+    config = eval_config(made, Asked(model=None, dataset=file, episodes=None, samples_per_task=None))
+    assert RunConfig.model_validate(config.model_dump()) == config
+
+
 def test_without_a_trainer_the_stack_has_the_other_processes() -> None:
     plan = StackPlan(model_dir=Path("/m"), trainer_config=None)
     addresses = StackAddresses(

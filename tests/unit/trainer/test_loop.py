@@ -9,11 +9,12 @@ import numpy as np
 import pytest
 
 from common.config_train import TrainConfig
-from common.db.steps import ScoredGroup
+from common.db.steps import ScoredGroup, Step
 from common.episode import ScoredEpisode, TurnTokens
 from trainer.advantages import Advantages
 from trainer.loop import account, prepare
 from trainer.samples import Sample, samples_digest
+from trainer.step_metrics import lag_metrics, warn_of_silence
 
 
 def episode(episode_id: int, *, group_id: int, reward: float, versions: list[int], outcome: str) -> ScoredEpisode:
@@ -70,7 +71,7 @@ def test_failures_of_infrastructure_enter_neither_rows_nor_baseline() -> None:
 
 
 def test_metrics_of_what_was_taken() -> None:
-    _, _, metrics = prepared()
+    _, _, metrics = prepared(max_staleness=2)
     assert metrics == pytest.approx(
         {
             "reward_mean": 0.75,
@@ -84,6 +85,9 @@ def test_metrics_of_what_was_taken() -> None:
             "left_out_episodes": 0,
             "lag_mean": 0.4,
             "lag_max": 1,
+            "lag_0_fraction": 0.6,
+            "lag_1_fraction": 0.4,
+            "lag_2_fraction": 0,
         }
     )
     json.dumps(metrics, allow_nan=False)
@@ -112,3 +116,40 @@ def test_episodes_that_were_cut_off_can_be_left_out_of_the_loss() -> None:
     assert advantages.left_out == {5}
     assert metrics["left_out_episodes"] == 1
     assert [entry.episode_id for entry in account(samples, advantages)] == [1, 2, 4]
+
+
+def test_lags_are_those_of_tokens_up_to_the_bound() -> None:
+    assert lag_metrics(np.array([0, 2, 2, 1, 2]), max_staleness=3) == pytest.approx(
+        {
+            "lag_mean": 1.4,
+            "lag_max": 2,
+            "lag_0_fraction": 0.2,
+            "lag_1_fraction": 0.2,
+            "lag_2_fraction": 0.6,
+            "lag_3_fraction": 0,
+        }
+    )
+
+
+def test_a_step_without_a_sampled_token_has_lags_of_0_and_is_warned_of(caplog: pytest.LogCaptureFixture) -> None:
+    silent = ScoredGroup(
+        group_id=9,
+        episodes=tuple(
+            episode(number, group_id=9, reward=float(number), versions=[], outcome="context_limit") for number in (0, 1)
+        ),
+    )
+    samples, advantages, metrics = prepare(
+        (silent,), version=5, train=TrainConfig(), reference_kl=lambda samples: pytest.fail("not asked")
+    )
+    assert account(samples, advantages) == []
+    assert (metrics["reward_mean"], metrics["num_episodes"], metrics["num_tokens"]) == (0.5, 2, 0)
+    assert {name: value for name, value in metrics.items() if name.startswith("lag_")} == dict.fromkeys(
+        ["lag_mean", "lag_max", "lag_0_fraction", "lag_1_fraction"], 0.0
+    )
+    json.dumps(metrics, allow_nan=False)
+    warn_of_silence(Step(id=3, run_id=7, version_in=5), metrics)
+    assert caplog.messages == [
+        "not one sampled token in the groups of a step, weights stay as they are run=7 step=3 version=5 episodes=2"
+    ]
+    warn_of_silence(Step(id=3, run_id=7, version_in=5), prepared()[2])
+    assert len(caplog.messages) == 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -12,10 +13,10 @@ import pytest
 import torch
 
 from common.config import RunConfig
-from common.config_train import TrainConfig
 from common.errors import SetupError
+from trainer.advantages import GroupRewards, step_advantages
 from trainer.losses import StepTotals, policy_loss
-from trainer.policy import Policy, TrainingError, learning_rate
+from trainer.policy import Policy, TrainingError
 from trainer.samples import Sample, pad, split_by_group
 
 MakeSample = Callable[..., Sample]
@@ -195,6 +196,61 @@ def test_numbers_that_are_not_finite_stop_the_step_before_the_weights_change(
     assert torch.equal(weights_of(policy), before)
 
 
+@pytest.mark.parametrize("bad", [1, 2, 3, 4])
+@pytest.mark.parametrize("what", ["advantage", "anchor"])
+def test_rows_that_are_not_finite_stop_the_step_before_the_weights_change_in_whichever_minibatch_they_are(
+    make_policy: MakePolicy, group: list[Sample], bad: int, what: str
+) -> None:
+    policy = make_policy(minibatches=2, anchor="proximal" if what == "anchor" else "behaviour")
+    advantages = dict(ADVANTAGES)
+    if what == "advantage":
+        advantages[bad] = float("nan")
+    else:
+        # A token of this row alone that the policy can no longer sample.
+        sampled = [set(row.ids_L[row.mask_L].tolist()) for row in group]
+        (token, *_) = sampled[bad - 1].difference(*sampled[: bad - 1], *sampled[bad:])
+        head = policy.model.get_output_embeddings()
+        head.bias = torch.nn.Parameter(torch.zeros(head.weight.shape[0]))
+        with torch.no_grad():
+            head.bias[token] = -torch.inf
+    before = weights_of(policy)
+    with pytest.raises(TrainingError, match=rf"step 4 -> 5: the loss is not finite in episodes \[{bad}\]"):
+        policy.train_step(group, advantages, version=4)
+    assert torch.equal(weights_of(policy), before)
+
+
+@pytest.mark.parametrize("max_positions", [1, 4096])
+def test_rewards_are_whitened_over_the_whole_step_whatever_its_passes(
+    make_policy: MakePolicy, group: list[Sample], max_positions: int
+) -> None:
+    policy = make_policy(advantage="reinforce_plus_plus", minibatches=1, max_positions=max_positions)
+    assert len(policy.microbatches(group)) == (4 if max_positions == 1 else 1)
+    groups = [
+        GroupRewards(group_id=0, raw={1: 1.0, 2: 0.0}, shaped={1: 1.0, 2: 0.0}),
+        GroupRewards(group_id=1, raw={3: 0.0, 4: 0.0}, shaped={3: 0.0, 4: 0.0}),
+    ]
+    advantages = step_advantages(groups, train=policy.train).by_episode
+    metrics = policy.train_step(group, advantages, version=0)
+    # Rewards 1 0 0 0: mean 1/4, population std sqrt(3)/4; alone, the second group would have none.
+    std = np.sqrt(3) / 4 + 1e-4
+    counts = [row.num_tokens for row in group]
+    expected = -(0.75 * counts[0] - 0.25 * sum(counts[1:])) / std / sum(counts)
+    assert metrics["loss"] == pytest.approx(expected, abs=1e-5)
+
+
+def test_a_step_without_rows_changes_nothing_and_has_finite_metrics(
+    make_policy: MakePolicy, group: list[Sample]
+) -> None:
+    policy = make_policy(kl="reward", kl_coefficient=0.1)
+    before = weights_of(policy)
+    silent = [replace_by_nothing(row) for row in group]
+    assert policy.reference_kl(silent) == {}
+    metrics = policy.train_step(silent, ADVANTAGES, version=0)
+    assert torch.equal(weights_of(policy), before)
+    assert (metrics["loss"], metrics["entropy"], metrics["logprob_gap_tokens"]) == (0.0, 0.0, 0.0)
+    json.dumps(metrics, allow_nan=False)
+
+
 def test_infinite_logprob_that_a_clip_would_hide_stops_the_step(
     make_policy: MakePolicy, make_random_sample: MakeSample, group: list[Sample]
 ) -> None:
@@ -312,14 +368,6 @@ def test_state_of_another_model_is_refused(make_policy: MakePolicy) -> None:
     state = policy.state() | {"model.model.norm.weight": torch.zeros(3)}
     with pytest.raises(SetupError, match=r"another model: model\.model\.norm\.weight is .*3.* there, .*64.* here"):
         policy.restore(state)
-
-
-def test_learning_rate_warms_up_then_falls_to_half() -> None:
-    train = TrainConfig(learning_rate=1e-3, warmup_steps=4, num_versions=15)
-    rates = [learning_rate(train, version) for version in range(15)]
-    assert rates[:5] == pytest.approx([0.25e-3, 0.5e-3, 0.75e-3, 1e-3, 1e-3])
-    assert rates[9] == pytest.approx(0.75e-3)
-    assert rates[14] == pytest.approx(0.5e-3)
 
 
 def test_minibatches_keep_siblings_together_and_are_never_empty(make_random_sample: MakeSample) -> None:

@@ -40,11 +40,16 @@ def test_metrics_are_those_of_the_newest_step_and_sums_since_the_start() -> None
         assert ("rollmill_trainer_version", "run-a") not in before
         with Tracker([sink], on_step=collector.update) as tracker:
             tracker.log(6, {"reward_mean": 0.25, "num_episodes": 8, "num_tokens": 100})
-            tracker.log(7, {"reward_mean": 0.75, "num_episodes": 8, "num_tokens": 120, "eval/reward": 1})
+            lags = {"lag_mean": 0.25, "lag_0_fraction": 0.75, "lag_1_fraction": 0.25, "lag_10_fraction": 0}
+            tracker.log(7, {"reward_mean": 0.75, "num_episodes": 8, "num_tokens": 120, "eval/reward": 1, **lags})
         found = samples_of(port)
     assert found["rollmill_trainer_version", "run-a"] == 7
     assert found["rollmill_trainer_reward_mean", "run-a"] == 0.75
     assert found["rollmill_trainer_eval_reward", "run-a"] == 1
+    assert found["rollmill_trainer_lag_mean", "run-a"] == 0.25
+    by_lag = {labels[0]: value for (name, *labels), value in found.items() if name == "rollmill_trainer_lag_fraction"}
+    assert by_lag == {"0": 0.75, "1": 0.25, "10": 0}
+    assert not any("lag_0" in name for name, *_ in found)
     assert found["rollmill_trainer_steps_total", "run-a"] == 2
     assert found["rollmill_trainer_tokens_total", "run-a"] == 220
     assert found["rollmill_trainer_tracking_lost_total", "run-a", "wandb"] == 2
