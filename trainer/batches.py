@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import count
 from pathlib import Path
+from typing import SupportsFloat
 
 import numpy as np
 import torch
@@ -241,7 +242,9 @@ class GroupSource:
         )
         return TakenStep(work=work, rows=rows, metrics=metrics, trained=tuple(account(samples, advantages)))
 
-    def finish(self, taken: TakenStep, write: WriteVersion, *, metrics: Mapping[str, float] | None = None) -> bool:
+    def finish(
+        self, taken: TakenStep, write: WriteVersion, *, metrics: Mapping[str, SupportsFloat] | None = None
+    ) -> bool:
         """Publish what the step made of its version and mark it DONE with its groups, at once; engines load it.
 
         False = the run was stopped meanwhile. Save your own state before: from here on the step is not replayed.

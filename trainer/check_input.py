@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from math import isfinite
 from numbers import Real
+from typing import SupportsFloat
 
 from common.db.steps import ScoredGroup
 from common.storable import check_storable
@@ -50,7 +51,7 @@ def check_rows(samples: Sequence[Sample], *, context: int | None, vocab_size: in
             )
 
 
-def checked_metrics(metrics: Mapping[str, float]) -> dict[str, float]:
+def checked_metrics(metrics: Mapping[str, SupportsFloat]) -> dict[str, float]:
     """The same with plain numbers. Raises ValueError for one that is no finite number, or a name that can't be kept."""
     plain = {}
     for name, value in metrics.items():
