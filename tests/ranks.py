@@ -56,6 +56,10 @@ def policy_of(case: dict[str, Any], *, start: Path, ranks: Ranks | None = None) 
     return Policy.load(config, ranks=ranks)
 
 
+def cloned(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    return {name: tensor.clone() for name, tensor in state.items()}
+
+
 def play(policy: Policy, case: dict[str, Any], *, out: Path, start: Path) -> None:
     """Train some steps, one of them from a state put back, and write metrics, state and a version's folder."""
     rows = random_rows(lengths=case["lengths"], seed=1)
@@ -64,11 +68,18 @@ def play(policy: Policy, case: dict[str, Any], *, out: Path, start: Path) -> Non
         rows, _ = with_teacher_logprobs(rows, LoadedTeacher(Path(distill.teacher), start=start, policy=policy))
     if "broken" in case:
         advantages[case["broken"]] = float("nan")
-    metrics = []
+    even, metrics = dict.fromkeys(advantages, 0.0), []
+    start_state = cloned(policy.state())
     for version in range(NUM_STEPS):
         if version:
             policy.restore(policy.state())
         metrics.append(policy.train_step(rows, advantages, version=version))
+    if case.get("even"):
+        metrics.append(policy.train_step(rows, even, version=NUM_STEPS))
+        trained = cloned(policy.state())
+        policy.restore(start_state)
+        metrics.append(policy.train_step(rows, even, version=0))
+        policy.restore(trained)
     kl = policy.reference_kl(rows) if policy.train.kl != "none" else {}
     out.mkdir(parents=True)
     (out / "metrics.json").write_text(json.dumps({"steps": metrics, "kl": kl}))

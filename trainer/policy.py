@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 
 from common.config import RunConfig
 from common.config_train import TrainConfig
-from common.errors import RollmillError, SetupError
+from common.errors import RollmillError
 from trainer.kl import kl_estimate
 from trainer.logprobs import TokenScorer, score_batch
 from trainer.lora import adapter_parameters, with_adapter, without_adapter
@@ -38,6 +38,7 @@ from trainer.samples import (
     without_sampled,
 )
 from trainer.sharding import shard, spread_like, whole
+from trainer.state import check_state, split_name, state_of
 
 
 class TrainingError(RollmillError):
@@ -89,6 +90,8 @@ class Policy:
         self.reference = self._make_frozen(reference, temperature=temperature, top_p=top_p)
         # A token outside the teacher's nucleus has a log-prob all the same, and a bad one.
         self.teacher = self._make_frozen(teacher, temperature=temperature, top_p=1.0)
+        # A sharded model names its gathered copies while a pass has them; these are the ones that are trained and kept.
+        self._parameters = dict(self.model.named_parameters())
         # An optimizer that knew the frozen weights would save no state for them, and miss it when it is restored.
         self.optimizer = torch.optim.AdamW(
             self._trained().values(), lr=train.learning_rate, betas=(train.beta1, train.beta2), weight_decay=0.0
@@ -131,7 +134,7 @@ class Policy:
 
     def _trained(self) -> dict[str, torch.nn.Parameter]:
         """By name: all parameters, or the adapter's where there is one."""
-        return {name: parameter for name, parameter in self.model.named_parameters() if parameter.requires_grad}
+        return {name: parameter for name, parameter in self._parameters.items() if parameter.requires_grad}
 
     def logprobs(self, batch: Batch) -> torch.Tensor:
         """[B, L] log-probs in nats of the sampled tokens at the run's temperature and top-p; 0 elsewhere."""
@@ -215,11 +218,7 @@ class Policy:
 
         Rank 0 has it all, in host memory where there are others, which have nothing.
         """
-        tensors: dict[str, torch.Tensor] = {}
-        for name, parameter in self._trained().items():
-            tensors[f"model.{name}"] = parameter.detach()
-            for key, value in self.optimizer.state.get(parameter, {}).items():
-                tensors[f"optimizer.{key}.{name}"] = value
+        tensors = state_of(self._trained(), self.optimizer)
         return tensors if self.ranks.size == 1 else self._collected(tensors)
 
     @on_all_ranks
@@ -253,28 +252,15 @@ class Policy:
     def take_state(self, tensors: Mapping[str, torch.Tensor]) -> None:
         """This rank's part of `restore`; only rank 0 need have the values."""
         parameters = self._trained()
-        shapes = {f"model.{name}": parameter.shape for name, parameter in parameters.items()}
-        found = {name: tensor.shape for name, tensor in tensors.items() if name.startswith("model.")}
-        if shapes != found:
-            odd = min(name for name in shapes.keys() | found.keys() if shapes.get(name) != found.get(name))
-            raise SetupError(
-                f"the checkpoint belongs to another model: {odd} is {found.get(odd)} there, {shapes.get(odd)} here"
-            )
-        for name, tensor in tensors.items():
-            _, _, parameter_name = name.removeprefix("optimizer.").partition(".")
-            parameter = parameters.get(parameter_name)
-            # A state for the whole parameter, or a number such as the count of steps.
-            if name.startswith("optimizer.") and (parameter is None or tensor.shape not in (parameter.shape, ())):
-                raise SetupError(f"the checkpoint's optimizer trained other parameters: {name} is {tensor.shape} there")
+        check_state(tensors, parameters)
         self.optimizer.state.clear()
         for name, tensor in tensors.items():
-            kind, _, rest = name.partition(".")
+            key, parameter_name = split_name(name)
+            parameter = parameters[parameter_name]
             value = self.ranks.spread(tensor)
-            if kind == "model":
-                parameters[rest].data.copy_(spread_like(parameters[rest], value))
+            if not key:
+                parameter.data.copy_(spread_like(parameter, value))
             else:
-                key, _, parameter_name = rest.partition(".")
-                parameter = parameters[parameter_name]
                 # The optimizer's count of steps is a number, which it keeps in host memory.
                 device = parameter.device if value.ndim else torch.device("cpu")
                 self.optimizer.state[parameter][key] = spread_like(parameter, value.to(device, copy=True))

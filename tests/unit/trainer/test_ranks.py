@@ -46,6 +46,7 @@ CASES: dict[str, dict[str, Any]] = {
         },
     },
     "lora": {"lengths": UNEVEN, "train": {"lora_rank": 2, "kl": "reward", "kl_coefficient": 0.1}},
+    "even": {"lengths": [14, 20], "train": {"minibatches": 1}, "even": True},
     "broken": {"lengths": UNEVEN, "train": {"minibatches": 1}, "broken": 3},
     # The last, as nothing comes after it.
     "dies": {"lengths": UNEVEN, "train": {}, "dies": True},
@@ -78,7 +79,7 @@ def metrics_of(folder: Path) -> dict[str, float]:
 
 
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
-@pytest.mark.parametrize("name", ["uneven", "idle", "all", "lora"])
+@pytest.mark.parametrize("name", ["uneven", "idle", "all", "lora", "even"])
 def test_weights_and_metrics_are_those_of_one_rank(
     name: str, of_two_ranks: Path, start_folder: Path, tmp_path: Path
 ) -> None:
