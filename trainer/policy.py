@@ -19,6 +19,7 @@ from transformers import PreTrainedModel
 from common.config import RunConfig
 from common.config_train import TrainConfig
 from common.errors import RollmillError
+from trainer.checkpoint import write_whole
 from trainer.kl import kl_estimate
 from trainer.logprobs import TokenScorer, score_batch
 from trainer.lora import adapter_parameters, with_adapter, without_adapter
@@ -38,7 +39,8 @@ from trainer.samples import (
     without_sampled,
 )
 from trainer.sharding import shard, spread_like, whole
-from trainer.state import check_state, split_name, state_of
+from trainer.shards import Sharded, read_shards, write_shards
+from trainer.state import check_state, places_for, put_moments, split_name, state_of
 
 
 class TrainingError(RollmillError):
@@ -212,14 +214,23 @@ class Policy:
             grad_norms.append(grad_norm)
         return found | {"loss": loss, "grad_norm": max(grad_norms), "learning_rate": rate} | stats.metrics()
 
-    @on_all_ranks
     def state(self) -> dict[str, torch.Tensor]:
         """Trained weights and optimizer state by name; with the start weights, the whole of what a checkpoint needs.
 
-        Rank 0 has it all, in host memory where there are others, which have nothing.
+        Where there are several ranks, this one's part of each.
         """
-        tensors = state_of(self._trained(), self.optimizer)
-        return tensors if self.ranks.size == 1 else self._collected(tensors)
+        return state_of(self._trained(), self.optimizer)
+
+    @on_all_ranks
+    def write_state(self, folder: Path, owner: Mapping[str, str] | None = None) -> None:
+        """Fill the folder of a checkpoint: with one file, or with a part from each rank.
+
+        Raises SetupError on all ranks if one of them cannot write.
+        """
+        if self.ranks.size == 1:
+            write_whole(self.state(), folder, owner=owner)
+        else:
+            write_shards(self.state(), folder, owner=owner, ranks=self.ranks)
 
     @on_all_ranks
     def weights(self) -> dict[str, torch.Tensor] | None:
@@ -243,16 +254,28 @@ class Policy:
             return {f"model.{name}": tensor for name, tensor in adapter_parameters(folder).items()}
         return {f"model.{name}": parameter.detach() for name, parameter in load_model(folder).named_parameters()}
 
-    def restore(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Put back what `state` returned. Raises SetupError when it belongs to another model."""
-        shapes = {name: torch.empty_like(tensor, device="meta") for name, tensor in tensors.items()}
-        self.ranks.call("take_state", shapes)
-        self.take_state(tensors)
+    def restore(
+        self, state: Mapping[str, torch.Tensor] | Sharded, *, weights: Mapping[str, torch.Tensor] | None = None
+    ) -> None:
+        """Put back what `write_state` wrote, on any number of ranks; `weights` are taken instead of its own.
 
-    def take_state(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        """This rank's part of `restore`; only rank 0 need have the values."""
+        Raises SetupError when it belongs to another model, or cannot be read.
+        """
+        found = state.tensors if isinstance(state, Sharded) else state
+        taken = {name: tensor for name, tensor in found.items() if weights is None or not name.startswith("model.")}
+        stored, whole_ones = None, dict(weights or {})
+        if isinstance(state, Sharded):
+            stored = Sharded(folder=state.folder, tensors=taken)
+        else:
+            whole_ones |= taken
+        shapes = {name: torch.empty_like(tensor, device="meta") for name, tensor in whole_ones.items()}
+        self.ranks.call("take_state", shapes, stored)
+        self.take_state(whole_ones, stored)
+
+    def take_state(self, tensors: Mapping[str, torch.Tensor], stored: Sharded | None) -> None:
+        """This rank's part of `restore`; only rank 0 need have the values of `tensors`. `stored` is read by all."""
         parameters = self._trained()
-        check_state(tensors, parameters)
+        check_state({**tensors, **(stored.tensors if stored else {})}, parameters)
         self.optimizer.state.clear()
         for name, tensor in tensors.items():
             key, parameter_name = split_name(name)
@@ -264,6 +287,10 @@ class Policy:
                 # The optimizer's count of steps is a number, which it keeps in host memory.
                 device = parameter.device if value.ndim else torch.device("cpu")
                 self.optimizer.state[parameter][key] = spread_like(parameter, value.to(device, copy=True))
+        if stored is not None:
+            places = places_for(stored.tensors, parameters)
+            read_shards(places, stored.folder, ranks=self.ranks)
+            put_moments(places, parameters, self.optimizer)
 
     def _reference_logprobs(self, batch: Batch) -> torch.Tensor:
         """[B, L] log-probs in nats by the start weights, at the same temperature and top-p; 0 elsewhere."""

@@ -36,6 +36,34 @@ def _unmoved(parameter: torch.nn.Parameter) -> dict[str, torch.Tensor]:
     return {STEP: torch.tensor(0.0)} | {key: torch.zeros_like(parameter) for key in MOMENTS}
 
 
+def places_for(
+    tensors: Mapping[str, torch.Tensor], parameters: Mapping[str, torch.nn.Parameter]
+) -> dict[str, torch.Tensor]:
+    """Where a state with these names is to be written: the parameters themselves, and room for the optimizer's part."""
+    places = {}
+    for name, tensor in tensors.items():
+        key, parameter_name = split_name(name)
+        parameter = parameters[parameter_name].detach()
+        if not key:
+            places[name] = parameter
+        else:
+            # The count of steps is a number, which the optimizer keeps in host memory.
+            places[name] = torch.empty_like(parameter) if tensor.ndim else torch.empty_like(tensor, device="cpu")
+    return places
+
+
+def put_moments(
+    tensors: Mapping[str, torch.Tensor],
+    parameters: Mapping[str, torch.nn.Parameter],
+    optimizer: torch.optim.Optimizer,
+) -> None:
+    """Let the optimizer go on from its part of `tensors`, which are its own from now on."""
+    for name, tensor in tensors.items():
+        key, parameter_name = split_name(name)
+        if key:
+            optimizer.state[parameters[parameter_name]][key] = tensor
+
+
 def check_state(tensors: Mapping[str, torch.Tensor], parameters: Mapping[str, torch.Tensor]) -> None:
     """Raise SetupError unless `tensors` are the weights of all `parameters`, and the optimizer's all or none.
 
