@@ -63,7 +63,7 @@ def policy_of(case: dict[str, Any], *, start: Path, ranks: Ranks | None = None) 
 
 
 def play(policy: Policy, case: dict[str, Any], *, out: Path, start: Path, restarts: bool = True) -> None:
-    """Train some steps, each from a checkpoint if it `restarts`, and write metrics, checkpoints and a version's folder."""
+    """Train some steps, each from a checkpoint if it `restarts`; write metrics, checkpoints and a version's folder."""
     rows = random_rows(lengths=case["lengths"], seed=1)
     advantages = {row.episode_id: 1.0 if row.episode_id % 2 else -0.5 for row in rows}
     if (distill := policy.train.distill) is not None:
