@@ -40,7 +40,7 @@ from trainer.samples import (
 )
 from trainer.sharding import shard, spread_like, whole
 from trainer.shards import Sharded, read_shards, write_shards
-from trainer.state import check_state, places_for, put_moments, split_name, state_of
+from trainer.state import check_state, places_for, put_moments, state_of
 
 
 class TrainingError(RollmillError):
@@ -275,22 +275,14 @@ class Policy:
     def take_state(self, tensors: Mapping[str, torch.Tensor], stored: Sharded | None) -> None:
         """This rank's part of `restore`; only rank 0 need have the values of `tensors`. `stored` is read by all."""
         parameters = self._trained()
-        check_state({**tensors, **(stored.tensors if stored else {})}, parameters)
-        self.optimizer.state.clear()
+        found = {**tensors, **(stored.tensors if stored else {})}
+        check_state(found, parameters)
+        places = places_for(found, parameters)
         for name, tensor in tensors.items():
-            key, parameter_name = split_name(name)
-            parameter = parameters[parameter_name]
-            value = self.ranks.spread(tensor)
-            if not key:
-                parameter.data.copy_(spread_like(parameter, value))
-            else:
-                # The optimizer's count of steps is a number, which it keeps in host memory.
-                device = parameter.device if value.ndim else torch.device("cpu")
-                self.optimizer.state[parameter][key] = spread_like(parameter, value.to(device, copy=True))
+            places[name].copy_(spread_like(places[name], self.ranks.spread(tensor)))
         if stored is not None:
-            places = places_for(stored.tensors, parameters)
-            read_shards(places, stored.folder, ranks=self.ranks)
-            put_moments(places, parameters, self.optimizer)
+            read_shards({name: places[name] for name in stored.tensors}, stored.folder, ranks=self.ranks)
+        put_moments(places, parameters, self.optimizer)
 
     def _reference_logprobs(self, batch: Batch) -> torch.Tensor:
         """[B, L] log-probs in nats by the start weights, at the same temperature and top-p; 0 elsewhere."""

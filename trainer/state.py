@@ -42,7 +42,7 @@ def places_for(
     """Where a state with these names is to be written: the parameters themselves, and room for the optimizer's part."""
     places = {}
     for name, tensor in tensors.items():
-        key, parameter_name = split_name(name)
+        key, parameter_name = _split(name)
         parameter = parameters[parameter_name].detach()
         if not key:
             places[name] = parameter
@@ -57,9 +57,10 @@ def put_moments(
     parameters: Mapping[str, torch.nn.Parameter],
     optimizer: torch.optim.Optimizer,
 ) -> None:
-    """Let the optimizer go on from its part of `tensors`, which are its own from now on."""
+    """Let the optimizer go on from its part of `tensors`, which are its own from now on, and from nothing else."""
+    optimizer.state.clear()
     for name, tensor in tensors.items():
-        key, parameter_name = split_name(name)
+        key, parameter_name = _split(name)
         if key:
             optimizer.state[parameters[parameter_name]][key] = tensor
 
@@ -78,7 +79,7 @@ def check_state(tensors: Mapping[str, torch.Tensor], parameters: Mapping[str, to
         )
     of_optimizer = {name: tensor.shape for name, tensor in tensors.items() if name.startswith("optimizer.")}
     for name, shape in of_optimizer.items():
-        parameter = parameters.get(split_name(name)[1])
+        parameter = parameters.get(_split(name)[1])
         # Of the whole parameter, or a number such as the count of steps.
         if parameter is None or shape not in (parameter.shape, ()):
             raise SetupError(f"the checkpoint's optimizer trained other parameters: {name} is {shape} there")
@@ -90,7 +91,7 @@ def check_state(tensors: Mapping[str, torch.Tensor], parameters: Mapping[str, to
         )
 
 
-def split_name(name: str) -> tuple[str, str]:
+def _split(name: str) -> tuple[str, str]:
     """(the optimizer's key, or "" for the weight itself; the parameter's name)."""
     kind, _, rest = name.partition(".")
     if kind == "model":
