@@ -1,13 +1,15 @@
 """The trainer's own state after each version: float32 weights and optimizer state, to go on from after a stop.
 
-`checkpoints/<run>/000007` is the state that made version 7. Seeds and learning rates follow from the version number,
-and the feeder's place in the task set is in the database, so there is nothing else to keep. restore.py reads it.
+`checkpoints/<run>/000007` is the state that made version 7: a safetensors file, or those of several ranks (shards.py).
+Seeds and learning rates follow from the version number, and the feeder's place in the task set is in the database, so
+there is nothing else to keep. restore.py reads it.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+import json
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -17,6 +19,7 @@ from safetensors.torch import load_file, save_file
 
 from common.errors import SetupError
 from common.weights import MANIFEST, WeightsDamaged, WeightStore, verify
+from trainer.shards import INDEX_FILE, OWNER_FILE, Sharded
 
 STATE_FILE = "state.safetensors"
 
@@ -48,13 +51,10 @@ class CheckpointStore:
         """The folder of the state that made `version`."""
         return self._store.path(self._run, version)
 
-    def save(self, version: int, tensors: Mapping[str, torch.Tensor]) -> Path:
-        """Write the state that made `version`; returns its folder."""
-        state = {name: tensor.contiguous() for name, tensor in tensors.items()}
+    def save(self, version: int, write: Callable[[Path, Mapping[str, str] | None], None]) -> Path:
+        """Let `write` fill an empty folder with the state that made `version`, and its owner; returns the folder."""
         owner = None if self._owner is None else asdict(self._owner)
-        return self._store.publish(
-            self._run, version, lambda draft: save_file(state, draft / STATE_FILE, metadata=owner)
-        ).path
+        return self._store.publish(self._run, version, lambda draft: write(draft, owner)).path
 
     def check_owner(self) -> None:
         """Raise SetupError for checkpoints of a run that has only the name in common: they would be overwritten.
@@ -64,7 +64,7 @@ class CheckpointStore:
         if self._owner is None:
             return
         for number in self._store.numbers(self._run):
-            found = _metadata(self.path(number) / STATE_FILE)
+            found = _owner_in(self.path(number))
             if found.get("made_at", self._owner.made_at) != self._owner.made_at:
                 raise SetupError(
                     f"{self.path(number)} is of run {self._run} of database {found.get('database')}, made "
@@ -73,13 +73,16 @@ class CheckpointStore:
                     f"{self.path(number).parent} if nobody goes on with that run"
                 )
 
-    def load(self, version: int) -> dict[str, torch.Tensor]:
-        """The state that made `version`, read only if every byte is as it was written. Raises CheckpointDamaged."""
+    def load(self, version: int) -> dict[str, torch.Tensor] | Sharded:
+        """The state that made `version`, read only if every byte is as it was written. Raises CheckpointDamaged.
+
+        What several ranks wrote is not in memory yet.
+        """
         folder = self.path(version)
         try:
             # The manifest vouches for the files. It needs no voucher: a damaged manifest does not match them.
             verify(folder, hashlib.sha256((folder / MANIFEST).read_bytes()).hexdigest())
-            return load_file(folder / STATE_FILE)
+            return Sharded.open(folder) if (folder / INDEX_FILE).exists() else load_file(folder / STATE_FILE)
         except (OSError, WeightsDamaged) as error:
             raise CheckpointDamaged(f"checkpoint {folder}: {error}") from error
 
@@ -96,10 +99,19 @@ class CheckpointStore:
         self._store.sweep(self._run)
 
 
-def _metadata(file: Path) -> Mapping[str, str]:
-    """What stands beside the tensors; nothing where it cannot be read."""
+def write_whole(tensors: Mapping[str, torch.Tensor], folder: Path, owner: Mapping[str, str] | None) -> None:
+    """Write the state of a trainer that is one process, as one file."""
+    state = {name: tensor.contiguous() for name, tensor in tensors.items()}
+    save_file(state, folder / STATE_FILE, metadata=None if owner is None else dict(owner))
+
+
+def _owner_in(folder: Path) -> Mapping[str, str]:
+    """What a checkpoint says of its owner; nothing where it cannot be read."""
     try:
-        with safe_open(file, framework="pt") as opened:
+        if (folder / OWNER_FILE).exists():
+            owner: dict[str, str] = json.loads((folder / OWNER_FILE).read_bytes())
+            return owner
+        with safe_open(folder / STATE_FILE, framework="pt") as opened:
             return opened.metadata() or {}
-    except (OSError, SafetensorError):
+    except (OSError, ValueError, SafetensorError):
         return {}

@@ -163,7 +163,7 @@ class Trainer:
         metrics |= self.policy.train_step(trained_samples, advantages.by_episode, version=version)
         trained = time.monotonic()
         with _writing():
-            self.checkpoints.save(version + 1, self.policy.state())
+            self.checkpoints.save(version + 1, self.policy.write_state)
         published = outlast_outage(lambda: self.publish(version + 1), stop=stop, limit_s=self.outage_wait_s)
         if published is None:
             return False

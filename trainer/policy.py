@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 
 from common.config import RunConfig
 from common.config_train import TrainConfig
-from common.errors import SetupError
+from trainer.checkpoint import write_whole
 from trainer.kl import kl_estimate
 from trainer.logprobs import TokenScorer, score_batch
 from trainer.lora import adapter_parameters, with_adapter, without_adapter
@@ -38,6 +38,8 @@ from trainer.samples import (
 )
 from trainer.schedule import learning_rate
 from trainer.sharding import shard, spread_like, whole
+from trainer.shards import Sharded, read_shards, write_shards
+from trainer.state import check_state, places_for, put_moments, state_of
 from trainer.train_batch import TrainBatch
 
 
@@ -74,6 +76,8 @@ class Policy:
         self.reference = self._make_frozen(reference, temperature=temperature, top_p=top_p)
         # A token outside the teacher's nucleus has a log-prob all the same, and a bad one.
         self.teacher = self._make_frozen(teacher, temperature=temperature, top_p=1.0)
+        # A sharded model names its gathered copies while a pass has them; these are the ones that are trained and kept.
+        self._parameters = dict(self.model.named_parameters())
         # An optimizer that knew the frozen weights would save no state for them, and miss it when it is restored.
         self.optimizer = torch.optim.AdamW(
             self._trained().values(),
@@ -121,7 +125,7 @@ class Policy:
 
     def _trained(self) -> dict[str, torch.nn.Parameter]:
         """By name: all parameters, or the adapter's where there is one."""
-        return {name: parameter for name, parameter in self.model.named_parameters() if parameter.requires_grad}
+        return {name: parameter for name, parameter in self._parameters.items() if parameter.requires_grad}
 
     def logprobs(self, batch: Batch) -> torch.Tensor:
         """[B, L] log-probs in nats of the sampled tokens at the run's temperature and top-p; 0 elsewhere."""
@@ -203,18 +207,23 @@ class Policy:
             grad_norms.append(grad_norm)
         return found | {"loss": loss, "grad_norm": max(grad_norms), "learning_rate": rate} | stats.metrics()
 
-    @on_all_ranks
     def state(self) -> dict[str, torch.Tensor]:
         """Trained weights and optimizer state by name; with the start weights, the whole of what a checkpoint needs.
 
-        Rank 0 has it all, in host memory where there are others, which have nothing.
+        Where there are several ranks, this one's part of each.
         """
-        tensors: dict[str, torch.Tensor] = {}
-        for name, parameter in self._trained().items():
-            tensors[f"model.{name}"] = parameter.detach()
-            for key, value in self.optimizer.state.get(parameter, {}).items():
-                tensors[f"optimizer.{key}.{name}"] = value
-        return tensors if self.ranks.size == 1 else self._collected(tensors)
+        return state_of(self._trained(), self.optimizer)
+
+    @on_all_ranks
+    def write_state(self, folder: Path, owner: Mapping[str, str] | None = None) -> None:
+        """Fill the folder of a checkpoint: with one file, or with a part from each rank.
+
+        Raises SetupError on all ranks if one of them cannot write.
+        """
+        if self.ranks.size == 1:
+            write_whole(self.state(), folder, owner=owner)
+        else:
+            write_shards(self.state(), folder, owner=owner, ranks=self.ranks)
 
     @on_all_ranks
     def weights(self) -> dict[str, torch.Tensor] | None:
@@ -238,45 +247,35 @@ class Policy:
             return {f"model.{name}": tensor for name, tensor in adapter_parameters(folder).items()}
         return {f"model.{name}": parameter.detach() for name, parameter in load_model(folder).named_parameters()}
 
-    def restore(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Put back what `state` returned. Raises SetupError when it belongs to another model, before the ranks meet."""
-        self._check_belongs(tensors)
-        shapes = {name: torch.empty_like(tensor, device="meta") for name, tensor in tensors.items()}
+    def restore(
+        self, state: Mapping[str, torch.Tensor] | Sharded, *, weights: Mapping[str, torch.Tensor] | None = None
+    ) -> None:
+        """Put back what `write_state` wrote, on any number of ranks; `weights` are taken instead of its own.
+
+        Raises SetupError when it belongs to another model, before the ranks meet, or cannot be read.
+        """
+        found = state.tensors if isinstance(state, Sharded) else state
+        taken = {name: tensor for name, tensor in found.items() if weights is None or not name.startswith("model.")}
+        stored, whole_ones = None, dict(weights or {})
+        if isinstance(state, Sharded):
+            stored = Sharded(folder=state.folder, tensors=taken)
+        else:
+            whole_ones |= taken
+        check_state({**whole_ones, **taken}, self._trained())
+        shapes = {name: torch.empty_like(tensor, device="meta") for name, tensor in whole_ones.items()}
         with self.ranks.naming_lost():
-            self.ranks.call("take_state", shapes)
-            self.take_state(tensors)
+            self.ranks.call("take_state", shapes, stored)
+            self.take_state(whole_ones, stored)
 
-    def _check_belongs(self, tensors: Mapping[str, torch.Tensor]) -> None:
+    def take_state(self, tensors: Mapping[str, torch.Tensor], stored: Sharded | None) -> None:
+        """This rank's part of `restore`; only rank 0 need have the values of `tensors`. `stored` is read by all."""
         parameters = self._trained()
-        shapes = {f"model.{name}": parameter.shape for name, parameter in parameters.items()}
-        found = {name: tensor.shape for name, tensor in tensors.items() if name.startswith("model.")}
-        if shapes != found:
-            odd = min(name for name in shapes.keys() | found.keys() if shapes.get(name) != found.get(name))
-            raise SetupError(
-                f"the checkpoint belongs to another model: {odd} is {found.get(odd)} there, {shapes.get(odd)} here"
-            )
+        places = places_for({**tensors, **(stored.tensors if stored else {})}, parameters)
         for name, tensor in tensors.items():
-            _, _, parameter_name = name.removeprefix("optimizer.").partition(".")
-            parameter = parameters.get(parameter_name)
-            # A state for the whole parameter, or a number such as the count of steps.
-            if name.startswith("optimizer.") and (parameter is None or tensor.shape not in (parameter.shape, ())):
-                raise SetupError(f"the checkpoint's optimizer trained other parameters: {name} is {tensor.shape} there")
-
-    def take_state(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        """This rank's part of `restore`; only rank 0 need have the values."""
-        parameters = self._trained()
-        self.optimizer.state.clear()
-        for name, tensor in tensors.items():
-            kind, _, rest = name.partition(".")
-            value = self.ranks.spread(tensor)
-            if kind == "model":
-                parameters[rest].data.copy_(spread_like(parameters[rest], value))
-            else:
-                key, _, parameter_name = rest.partition(".")
-                parameter = parameters[parameter_name]
-                # The optimizer's count of steps is a number, which it keeps in host memory.
-                device = parameter.device if value.ndim else torch.device("cpu")
-                self.optimizer.state[parameter][key] = spread_like(parameter, value.to(device, copy=True))
+            places[name].copy_(spread_like(places[name], self.ranks.spread(tensor)))
+        if stored is not None:
+            read_shards({name: places[name] for name in stored.tensors}, stored.folder, ranks=self.ranks)
+        put_moments(places, parameters, self.optimizer)
 
     def _reference_logprobs(self, batch: Batch) -> torch.Tensor:
         """[B, L] log-probs in nats by the start weights, at the same temperature and top-p; 0 elsewhere."""

@@ -21,6 +21,7 @@ from common.object_store import fetch
 from common.weights import WeightsDamaged, is_url, verify
 from trainer.checkpoint import CheckpointDamaged, CheckpointStore
 from trainer.policy import Policy
+from trainer.shards import Sharded
 
 logger = logging.getLogger(__name__)
 
@@ -31,11 +32,11 @@ def restore(policy: Policy, checkpoints: CheckpointStore, newest: PolicyVersion)
     Raises SetupError that names the files: when the checkpoint is another model's, or when it is damaged and there is
     no older one, or no published weights. WeightsUnavailable when the weight store does not answer.
     """
-    source = checkpoints.path(newest.number)
+    source, weights = checkpoints.path(newest.number), None
     try:
         state = checkpoints.load(newest.number)
     except CheckpointDamaged as damage:
-        state, older = _put_together(policy, checkpoints, newest, damage)
+        weights, state, older = _substitutes(policy, checkpoints, newest, damage)
         source = checkpoints.path(older)
         logger.error(
             "%s. Going on all the same run=%d version=%d: its weights are those published in %s, the optimizer's state "
@@ -48,17 +49,17 @@ def restore(policy: Policy, checkpoints: CheckpointStore, newest: PolicyVersion)
             source,
         )
     try:
-        policy.restore(state)
+        policy.restore(state, weights=weights)
     except SetupError as error:
         raise SetupError(
             f"cannot go on from checkpoint {source}: {error}. Put the run's own folder back from a copy"
         ) from error
 
 
-def _put_together(
+def _substitutes(
     policy: Policy, checkpoints: CheckpointStore, newest: PolicyVersion, damage: CheckpointDamaged
-) -> tuple[dict[str, torch.Tensor], int]:
-    """The published weights with the optimizer state of the newest whole checkpoint, and that one's number."""
+) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor] | Sharded, int]:
+    """The published weights, the newest whole checkpoint for its optimizer state, and that one's number."""
     for number in checkpoints.before(newest.number):
         try:
             older = checkpoints.load(number)
@@ -73,8 +74,7 @@ def _put_together(
                 f"cannot go on: {damage}; nor from version {newest.number} as it was published: {also}. "
                 "Put one of the folders back from a copy, or start a new run under another name"
             ) from damage
-        optimizer = {name: tensor for name, tensor in older.items() if name.startswith("optimizer.")}
-        return weights | optimizer, number
+        return weights, older, number
     raise SetupError(
         f"cannot go on: {damage}, and there is no older one to take the optimizer's state from. Put the folder back "
         "from a copy, or start a new run under another name; "

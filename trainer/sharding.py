@@ -34,6 +34,13 @@ def shard(scorer: TokenScorer, *, train: TrainConfig, ranks: Ranks) -> None:
         sharded.set_gradient_divide_factor(1.0)
         # Without it the factor goes into the reduction, which gloo cannot.
         sharded.set_force_sum_reduction_for_comms(True)
+    scorer.register_forward_hook(_free_without_backward)
+
+
+def _free_without_backward(scorer: torch.nn.Module, *_: object) -> None:
+    """After a pass for values alone: what is left gathered for a backward pass would miss what the shards become."""
+    if not torch.is_grad_enabled():
+        cast(FSDPModule, scorer).reshard()
 
 
 def whole(tensor: torch.Tensor) -> torch.Tensor:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 import signal
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -11,7 +12,7 @@ import torch
 from tests.integration import fixed_run, test_trainer
 from tests.integration.doomed import Point
 from tests.integration.fixed_run import Curve, FixedRun, MakeRun
-from trainer.checkpoint import STATE_FILE, CheckpointStore
+from trainer.checkpoint import STATE_FILE, CheckpointStore, write_whole
 
 start_folder = test_trainer.start_folder
 make_run = fixed_run.make_run
@@ -80,7 +81,7 @@ def test_checkpoint_and_version_both_damaged_are_both_named(make_run: MakeRun) -
 def test_checkpoint_of_another_model_is_refused_by_its_folder_and_a_tensor(make_run: MakeRun) -> None:
     run = killed_after(make_run(keep_checkpoints=2), 3)
     foreign = CheckpointStore(run.data_dir / "checkpoints", run.run.name)
-    foreign.save(3, {"model.model.norm.weight": torch.zeros(3)})
+    foreign.save(3, partial(write_whole, {"model.model.norm.weight": torch.zeros(3)}))
     assert run.train() == OUTSIDE_IS_TO_BE_MENDED
     last = run.log().splitlines()[-1]
     assert f"trainer: cannot go on from checkpoint {run.checkpoint(3)}: the checkpoint belongs to another model" in last

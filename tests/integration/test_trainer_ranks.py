@@ -88,6 +88,8 @@ def test_two_ranks_train_and_stop_and_one_goes_on(world: World, database_url: st
             launcher.wait(timeout=TIMEOUT_S)
         finally:
             launcher.kill()
+    checkpoint = tmp_path / "data" / "checkpoints" / "run-a" / "000001"
+    assert [len(list(checkpoint.glob(f"__{rank}_*"))) for rank in range(2)] == [1, 1]
     trainer = make_trainer(
         world.run, world.database, data_dir=tmp_path / "data", broker_url="amqp://guest:guest@127.0.0.1:1//"
     )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -14,7 +15,7 @@ from common.episode import ScoredEpisode
 from common.errors import SetupError
 from tests.unit.trainer.conftest import MakePolicy, MakeSample
 from trainer.check_input import check_groups, check_rows
-from trainer.checkpoint import CheckpointStore
+from trainer.checkpoint import CheckpointStore, write_whole
 
 
 def group(*rewards: object) -> ScoredGroup:
@@ -71,7 +72,7 @@ def test_checkpoint_of_another_model_is_refused_with_the_tensor(make_policy: Mak
     state = policy.state()
     name = "model.model.embed_tokens.weight"
     store = CheckpointStore(tmp_path, "run-a")
-    store.save(1, state | {name: state[name][:, :8]})
+    store.save(1, partial(write_whole, state | {name: state[name][:, :8]}))
     with pytest.raises(
         SetupError, match=f"^the checkpoint belongs to another model: {name} is .*8.* there, .*64.* here"
     ):

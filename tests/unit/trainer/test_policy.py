@@ -356,6 +356,33 @@ def test_parameters_that_were_never_trained_have_no_optimizer_state_and_need_non
     assert torch.equal(weights_of(policy), weights_of(restored))
 
 
+def test_parameters_without_a_gradient_so_far_go_on_as_if_never_stopped(
+    make_policy: MakePolicy, group: list[Sample]
+) -> None:
+    policy, restored = make_policy(), make_policy()
+    norm = policy.model.get_parameter("model.norm.weight")
+    unused = norm.register_post_accumulate_grad_hook(lambda parameter: setattr(parameter, "grad", None))
+    policy.train_step(group, ADVANTAGES, version=0)
+    unused.remove()
+    assert norm not in policy.optimizer.state
+    restored.restore({name: tensor.clone() for name, tensor in policy.state().items()})
+    for one in (policy, restored):
+        one.train_step(group, ADVANTAGES, version=1)
+    assert torch.equal(weights_of(policy), weights_of(restored))
+
+
+@pytest.mark.parametrize("name", ["optimizer.exp_avg.model.norm.weight", "optimizer.step.model.norm.weight"])
+def test_state_without_a_part_of_the_optimizers_is_refused(
+    make_policy: MakePolicy, group: list[Sample], name: str
+) -> None:
+    policy = make_policy()
+    policy.train_step(group, ADVANTAGES, version=0)
+    state = policy.state()
+    del state[name]
+    with pytest.raises(SetupError, match=rf"has (\d+) of the optimizer's \d+ tensors: {name} is missing there"):
+        policy.restore(state)
+
+
 @pytest.mark.parametrize("name", ["optimizer.exp_avg.gone.weight", "optimizer.exp_avg.model.norm.weight"])
 def test_optimizer_state_of_other_parameters_is_refused(make_policy: MakePolicy, name: str) -> None:
     policy = make_policy()

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import socket
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +18,18 @@ import torch
 from safetensors.torch import load_file
 
 from common.config import TINY_MODELS
+from common.db.versions import PolicyVersion
+from common.errors import SetupError
+from common.weights import WeightStore
 from tests.failing_rank import AGREED, GATHERED, LOST
-from tests.ranks import play, policy_of
+from tests.ranks import NUM_STEPS, OWNER, PUT_TOGETHER, play, policy_of, random_rows
+from trainer.checkpoint import CheckpointDamaged, CheckpointStore
 from trainer.policy import Policy, TrainingError
+from trainer.publish import version_writer
+from trainer.ranks import Ranks
+from trainer.restore import restore
 from trainer.samples import Sample, deal
+from trainer.shards import Sharded, write_shards
 
 MakeSample = Callable[..., Sample]
 UNEVEN = [8, 40, 12, 100, 20, 16, 30]
@@ -47,6 +57,8 @@ CASES: dict[str, dict[str, Any]] = {
         },
     },
     "lora": {"lengths": UNEVEN, "train": {"lora_rank": 2, "kl": "reward", "kl_coefficient": 0.1}},
+    "even": {"lengths": [14, 20], "train": {"minibatches": 1}, "even": True},
+    "full": {"lengths": [14], "train": {}, "full": True},
     "broken": {"lengths": UNEVEN, "train": {"minibatches": 1}, "broken": 3},
     # The last, as nothing comes after it.
     "dies": {"lengths": UNEVEN, "train": {}, "dies": True},
@@ -59,9 +71,20 @@ def free_port() -> str:
         return str(taken.getsockname()[1])
 
 
-def launch(*, start: Path, out: Path) -> int:
+@pytest.fixture(scope="module")
+def cases(start_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
+    """Those above, and before them one that goes on from what one process wrote."""
+    case, root = {"lengths": UNEVEN, "train": {}}, tmp_path_factory.mktemp("one")
+    policy = policy_of(case, start=start_folder)
+    rows = random_rows(lengths=[14, 20], seed=2)
+    policy.train_step(rows, {0: 1.0, 1: -1.0}, version=0)
+    CheckpointStore(root, "one").save(1, policy.write_state)
+    return {"from_one": case | {"checkpoint": str(root)}} | CASES
+
+
+def launch(cases: dict[str, dict[str, Any]], *, start: Path, out: Path) -> int:
     """Play the cases on two ranks; returns torchrun's exit code."""
-    (out / "cases.json").write_text(json.dumps(CASES))
+    (out / "cases.json").write_text(json.dumps(cases))
     port = free_port()
     launcher = ["torch.distributed.run", "--nproc-per-node", "2", "--master-addr", "127.0.0.1", "--master-port", port]
     command = [sys.executable, "-m", *launcher, "-m", "tests.ranks", str(start), str(out / "cases.json"), str(out)]
@@ -70,9 +93,11 @@ def launch(*, start: Path, out: Path) -> int:
 
 
 @pytest.fixture(scope="module")
-def of_two_ranks(start_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def of_two_ranks(
+    cases: dict[str, dict[str, Any]], start_folder: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Path:
     out = tmp_path_factory.mktemp("ranks")
-    assert launch(start=start_folder, out=out) == 1, "the case that dies must end the launch, in time"
+    assert launch(cases, start=start_folder, out=out) == 1, "the case that dies must end the launch, in time"
     return out
 
 
@@ -82,26 +107,100 @@ def metrics_of(folder: Path) -> dict[str, float]:
     return by_step | document["kl"]
 
 
+def state_of(version: int, *, root: Path, case: dict[str, Any], start: Path) -> dict[str, torch.Tensor]:
+    """What a process alone has when it goes on from a checkpoint below `root`."""
+    policy = policy_of(case, start=start)
+    policy.restore(CheckpointStore(root.parent / "checkpoints", root.name).load(version))
+    return policy.state()
+
+
+def assert_close(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
+    assert found.keys() == expected.keys()
+    for name, tensor in expected.items():
+        torch.testing.assert_close(found[name], tensor, rtol=0, atol=1e-5)
+
+
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
-@pytest.mark.parametrize("name", ["uneven", "idle", "all", "lora"])
-def test_weights_and_metrics_are_those_of_one_rank(
-    name: str, of_two_ranks: Path, start_folder: Path, tmp_path: Path
+@pytest.mark.parametrize("name", ["from_one", "uneven", "idle", "all", "lora", "even"])
+def test_weights_metrics_and_checkpoints_are_those_of_one_rank(
+    name: str, cases: dict[str, dict[str, Any]], of_two_ranks: Path, start_folder: Path, tmp_path: Path
 ) -> None:
-    alone, two = tmp_path / name, of_two_ranks / name
-    play(policy_of(CASES[name], start=start_folder), CASES[name], out=alone, start=start_folder)
+    case, alone, two = cases[name], tmp_path / name, of_two_ranks / name
+    play(policy_of(case, start=start_folder), case, out=alone, start=start_folder, restarts=False)
     assert metrics_of(two) == pytest.approx(metrics_of(alone), rel=1e-4, abs=1e-5)
     files = sorted(file.name for file in alone.glob("*.safetensors"))
     assert files == sorted(file.name for file in two.glob("*.safetensors"))
     for file in files:
-        expected, found = load_file(alone / file), load_file(two / file)
-        assert found.keys() == expected.keys()
-        for key, tensor in expected.items():
-            torch.testing.assert_close(found[key], tensor, rtol=0, atol=1e-5)
+        assert_close(load_file(two / file), load_file(alone / file))
+    for version in (NUM_STEPS, PUT_TOGETHER):
+        found, expected = (state_of(version, root=root, case=case, start=start_folder) for root in (two, alone))
+        assert_close(found, expected)
 
 
-def test_all_ranks_refuse_a_step_that_is_not_finite_on_one(of_two_ranks: Path, start_folder: Path) -> None:
+def test_each_rank_writes_its_part_alone(of_two_ranks: Path) -> None:
+    folder = of_two_ranks / "checkpoints" / "uneven" / "000002"
+    whole = sum(
+        tensor.numel() * tensor.element_size() for tensor in Sharded.open(folder).tensors.values() if tensor.ndim
+    )
+    parts = [sum(file.stat().st_size for file in folder.glob(f"__{rank}_*")) for rank in range(2)]
+    assert sum(parts) > whole
+    # Beside the numbers there is what torch writes of each tensor.
+    assert max(parts) < 0.75 * whole
+
+
+def test_damaged_part_is_named_and_the_one_before_is_taken(of_two_ranks: Path, start_folder: Path, tmp_path: Path):
+    case = CASES["uneven"]
+    shutil.copytree(of_two_ranks / "checkpoints" / "uneven", tmp_path / "run")
+    checkpoints, policy = CheckpointStore(tmp_path, "run"), policy_of(case, start=start_folder)
+    published = WeightStore(tmp_path / "weights").publish("run", 2, version_writer(policy.model, start=start_folder))
+    (damaged,) = checkpoints.path(2).glob("__1_*")
+    damaged.write_bytes(damaged.read_bytes()[:-1])
+    with pytest.raises(CheckpointDamaged, match=f"^checkpoint {checkpoints.path(2)}: {damaged} has"):
+        checkpoints.load(2)
+    newest = PolicyVersion(
+        run_id=1,
+        run="run",
+        number=2,
+        location=published.location,
+        manifest_sha256=published.manifest_sha256,
+        in_flight="keep",
+        adapters_kept=None,
+        model=start_folder,
+        max_row_tokens=None,
+    )
+    weights = {name: tensor.clone() for name, tensor in policy.state().items()}
+    restore(policy, checkpoints, newest)
+    before = state_of(1, root=of_two_ranks / "uneven", case=case, start=start_folder)
+    assert_close(policy.state(), before | weights)
+
+
+def test_parts_of_another_model_or_run_are_refused(of_two_ranks: Path, start_folder: Path) -> None:
+    checkpoints = CheckpointStore(of_two_ranks / "checkpoints", "uneven", owner=replace(OWNER, made_at="later"))
+    with pytest.raises(SetupError, match=r"another model: model\.\S+ is None there, .* here"):
+        policy_of(CASES["lora"], start=start_folder).restore(checkpoints.load(1))
+    with pytest.raises(SetupError, match=f"is of run uneven of database .*, made {OWNER.made_at}, and this is run"):
+        checkpoints.check_owner()
+
+
+def test_all_ranks_outlive_a_disk_that_is_full_for_one(of_two_ranks: Path) -> None:
+    said = (of_two_ranks / "full.error").read_text()
+    assert said.startswith(f"rank 1 cannot write its part of checkpoint {of_two_ranks / 'checkpoints' / 'full'}/")
+    assert list((of_two_ranks / "checkpoints" / "full").iterdir()) == []
+    assert (of_two_ranks / "broken.error").exists()
+
+
+def test_folder_that_a_rank_does_not_see_is_named(tmp_path: Path) -> None:
+    with pytest.raises(SetupError, match=rf"^ranks \[0\] do not see folder {tmp_path}/gone: ROLLMILL_DATA_DIR must"):
+        write_shards({}, tmp_path / "gone", owner=None, ranks=Ranks.alone())
+
+
+def test_all_ranks_refuse_a_step_that_is_not_finite_on_one(
+    of_two_ranks: Path, start_folder: Path, tmp_path: Path
+) -> None:
     with pytest.raises(TrainingError) as caught:
-        play(policy_of(CASES["broken"], start=start_folder), CASES["broken"], out=of_two_ranks, start=start_folder)
+        play(
+            policy_of(CASES["broken"], start=start_folder), CASES["broken"], out=tmp_path / "broken", start=start_folder
+        )
     assert (of_two_ranks / "broken.error").read_text() == str(caught.value)
     assert "episodes [3]" in str(caught.value)
 

@@ -64,7 +64,7 @@ def test_weights_are_the_published_ones_and_moments_those_of_the_newest_whole_ch
     for version in range(3):
         policy.train_step(group, ADVANTAGES, version=version)
         states[version + 1] = {name: tensor.clone() for name, tensor in policy.state().items()}
-        checkpoints.save(version + 1, policy.state())
+        checkpoints.save(version + 1, policy.write_state)
     where = WeightStore(tmp_path / "weights") if store == "folder" else ObjectStore(f"file://{tmp_path}/objects")
     newest = published(policy, where, start_folder)
     whole, short = make_policy(lora_rank=lora_rank), make_policy(lora_rank=lora_rank)
