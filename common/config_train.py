@@ -89,7 +89,8 @@ class TrainConfig(Section):
     """k of pass_at_k, less than the group size; None for the others."""
     loss: Literal["ppo", "gspo", "cispo"] = "ppo"
     """What is done with the ratio policy / anchor: clipped per token (PPO, GRPO, DAPO), clipped per row (GSPO, whose
-    clip ranges are about a thousandth of PPO's), or a bounded weight of each token's log-prob (CISPO)."""
+    clip ranges are about a thousandth of PPO's and must be given), or a bounded weight of each token's log-prob
+    (CISPO)."""
     average: Literal["token", "episode", "constant"] = "token"
     """What the loss of a step is a mean of: all its tokens (DAPO), its episodes' means over their tokens (GRPO, GSPO),
     or the sum of each episode divided by divisor_tokens (Dr. GRPO)."""
@@ -152,6 +153,11 @@ class TrainConfig(Section):
         if self.advantage == "reinforce_plus_plus" and self.zero_variance == "refill":
             raise ValueError(
                 'advantage = "reinforce_plus_plus" learns from groups of equal rewards: take zero_variance = "train"'
+            )
+        if self.loss == "gspo" and not {"clip_low", "clip_high"} <= self.model_fields_set:
+            raise ValueError(
+                f'loss = "gspo" needs clip_low and clip_high: the defaults, {self.clip_low} and {self.clip_high}, are '
+                "PPO's for single tokens and would hardly ever clip the ratio of a row, where 3e-4 and 4e-4 are usual"
             )
         _needs("overlong_buffer", self.overlong_buffer, when=self.overlong_tokens is not None, what="overlong_tokens")
         if self.overlong_tokens and self.overlong_buffer and self.overlong_buffer > self.overlong_tokens:

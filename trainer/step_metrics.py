@@ -60,6 +60,15 @@ def warn_of_silence(step: Step, metrics: Mapping[str, float]) -> None:
             step.version_in,
             metrics["num_episodes"],
         )
+    elif metrics["left_out_episodes"] == metrics["num_episodes"]:
+        logger.warning(
+            "every episode of a step was cut off and is left out (train.truncated), so nothing is learned run=%d "
+            "step=%d version=%d episodes=%d",
+            step.run_id,
+            step.id,
+            step.version_in,
+            metrics["num_episodes"],
+        )
 
 
 def _mean(values: np.ndarray) -> float:

@@ -78,6 +78,7 @@ def test_a_minimal_file_gets_the_defaults(tmp_path: Path):
             'kl_estimator = "k1" in the loss has a gradient of mean zero',
         ),
         (MINIMAL + "[train]\noverlong_tokens = 5", "overlong_buffer must be set with overlong_tokens"),
+        (MINIMAL + '[train]\nloss = "gspo"\nclip_low = 3e-4', 'loss = "gspo" needs clip_low and clip_high'),
         (MINIMAL + "[train]\noverlong_buffer = 5", "overlong_buffer = 5 has no effect without overlong_tokens"),
         (
             MINIMAL + "[train]\noverlong_tokens = 5\noverlong_buffer = 6",

@@ -39,16 +39,16 @@ class Away(MemoryFileSystem):
 
 
 class Deadly(LocalFileSystem):
-    """Its process is killed when the third file arrives."""
+    """Its process is killed when the second file has arrived; others may be on their way."""
 
     protocol = "deadly"
     num_put = 0
 
     def put_file(self, *args: object, **kwargs: object) -> None:
-        Deadly.num_put += 1
-        if Deadly.num_put == 3:
-            os.kill(os.getpid(), signal.SIGKILL)
         super().put_file(*args, **kwargs)
+        Deadly.num_put += 1
+        if Deadly.num_put == 2:
+            os.kill(os.getpid(), signal.SIGKILL)
 
 
 register_implementation("away", Away, clobber=True)
@@ -107,7 +107,7 @@ def test_a_trainer_killed_while_it_publishes_leaves_no_version_and_what_is_left_
     process.join(30)
     assert process.exitcode == -signal.SIGKILL
     (left,) = (tmp_path / "run").iterdir()
-    assert 0 < len(list(left.iterdir())) < 4
+    assert len(list(left.iterdir())) >= 2
     assert not (left / MANIFEST).exists()
     store = ObjectStore(f"file://{tmp_path}")
     with pytest.raises(WeightsDamaged, match=rf"{left.name}/{MANIFEST} is missing"):

@@ -153,3 +153,9 @@ def test_a_step_without_a_sampled_token_has_lags_of_0_and_is_warned_of(caplog: p
     ]
     warn_of_silence(Step(id=3, run_id=7, version_in=5), prepared()[2])
     assert len(caplog.messages) == 1
+
+
+def test_a_step_whose_episodes_were_all_cut_off_says_so(caplog: pytest.LogCaptureFixture) -> None:
+    metrics = prepared()[2]
+    warn_of_silence(Step(id=3, run_id=7, version_in=5), metrics | {"left_out_episodes": metrics["num_episodes"]})
+    assert caplog.messages[0].startswith("every episode of a step was cut off and is left out (train.truncated)")

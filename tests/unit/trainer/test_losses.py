@@ -198,7 +198,13 @@ def test_cispo_token_beyond_the_clip_keeps_a_bounded_gradient(ratio: float, adva
 @pytest.mark.parametrize("loss", ["ppo", "gspo", "cispo"])
 @pytest.mark.parametrize("average", ["token", "episode", "constant"])
 def test_gradient_raises_good_rows_and_lowers_bad_ones(loss: str, average: str) -> None:
-    train = with_fields(loss=loss, average=average, divisor_tokens=8 if average == "constant" else None)
+    train = with_fields(
+        loss=loss,
+        average=average,
+        clip_low=0.2,
+        clip_high=0.28,
+        divisor_tokens=8 if average == "constant" else None,
+    )
     _, _, gradient = loss_of([[-1.0, -2.0], [-1.0, -2.0]], [[-1.0, -2.0], [-1.0, -2.0]], [1.0, -1.0], train=train)
     assert (gradient[0] < 0).all()
     assert (gradient[1] > 0).all()
@@ -313,7 +319,7 @@ def test_entropy_is_a_bonus() -> None:
 @pytest.mark.parametrize("poison", [math.nan, math.inf])
 @pytest.mark.parametrize("loss", ["ppo", "gspo", "cispo"])
 def test_what_is_not_finite_under_the_mask_shows_in_its_row_alone(poison: float, loss: str) -> None:
-    train = with_fields(loss=loss)
+    train = with_fields(loss=loss, clip_low=0.2, clip_high=0.28)
     loss_B, _, _ = loss_of([[-1.0, poison], [-1.0, -1.0]], [[-1.0, -1.0]] * 2, [1.0, 1.0], train=train)
     # A clip bounds an infinite ratio; policy.py looks at the log-probs themselves.
     assert loss_B[0].isfinite() == (poison == math.inf and loss != "cispo")
