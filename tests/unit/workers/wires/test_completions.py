@@ -82,6 +82,14 @@ async def test_a_budget_beyond_the_context_is_cut_to_it(client: EngineClient, en
     assert (sampled.ids, sampled.finish_reason) == ((103, 2), FinishReason.LENGTH)
 
 
+async def test_a_server_that_cuts_a_turn_is_told_from_one_whose_context_is_full(
+    client: EngineClient, engine: ScriptedEngine
+) -> None:
+    with pytest.raises(EpisodeError, match="ended a turn after 4 of 10 ids") as caught:
+        await client.generate(engine.url, **request(stop_ids=[]))
+    assert caught.value.outcome is Outcome.CAPTURE_INCOMPLETE
+
+
 async def test_a_full_context_is_told_apart(client: EngineClient, engine: ScriptedEngine) -> None:
     engine.max_model_len = 3
     with pytest.raises(ContextOverflow, match="3 ids leave no room in a context of 3"):
@@ -92,7 +100,7 @@ async def test_an_update_under_a_request_gives_all_its_ids_the_older_version(
     client: EngineClient, engine: ScriptedEngine
 ) -> None:
     engine.token_s = 0.02
-    task = asyncio.create_task(client.generate(engine.url, **request(stop_ids=[])))
+    task = asyncio.create_task(client.generate(engine.url, **request(max_tokens=4, stop_ids=[])))
     await until(lambda: engine.num_tokens >= 1)
     engine.version = "loading"
     await until(lambda: not engine.open)
