@@ -18,8 +18,8 @@ MAX_MEAN_GAP = 0.2
 
 
 def generate(url: str, kind: EngineKind, ids: list[int], **params: object) -> tuple[int, Any]:
-    """Status and answer of a request of one id or more, sampled as the params say and in no other way."""
-    wanted: dict[str, object] = {**VLLM_PLAIN, "logprobs": 0, **params}
+    """Status and answer of a request, sampled at temperature 1 but for what the params say."""
+    wanted: dict[str, object] = {**VLLM_PLAIN, "temperature": 1.0, "top_p": 1.0, "logprobs": 0, **params}
     if kind is EngineKind.VLLM:
         return ask(url, GENERATE, {"token_ids": ids, "sampling_params": wanted})
     return ask(url, COMPLETIONS, {"prompt": ids, "return_token_ids": True, **wanted})

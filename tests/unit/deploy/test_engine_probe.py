@@ -17,7 +17,7 @@ from common.config import TINY_MODELS
 from common.errors import SetupError
 from common.sampling import VLLM_PLAIN
 from deploy.engine_ask import MAX_ANSWER_BYTES, EngineKind
-from deploy.engine_probe import COMPLETIONS, GENERATE, NO_FOLDER, check_engine, num_requests
+from deploy.engine_probe import COMPLETIONS, GENERATE, NO_FOLDER, ONE_TOKEN, check_engine, num_requests
 from deploy.engine_serve import wait_until_idle
 from deploy.ports import free_port
 
@@ -147,7 +147,8 @@ async def test_a_server_that_changes_its_models_distribution_is_refused(stub: St
     stub.prompt_logprob = -2.5
     with pytest.raises(SetupError, match=r"changes what it samples from: .* off its model's own by 1\.5 nats"):
         await check(stub)
-    assert all(asked.items() >= VLLM_PLAIN.items() for asked in stub.asked)
+    assert all(asked.items() >= {**VLLM_PLAIN, "temperature": 1.0}.items() for asked in stub.asked)
+    assert {asked["top_p"] for asked in stub.asked} == {ONE_TOKEN, 1.0}
 
 
 async def test_a_server_that_cuts_what_was_asked_for_is_refused(stub: Stub) -> None:

@@ -61,6 +61,38 @@ async def test_it_gives_what_the_generate_route_would(client: EngineClient, engi
     )
 
 
+async def test_both_routes_are_told_all_that_a_server_may_have_a_default_for(
+    client: EngineClient, engine: ScriptedEngine
+) -> None:
+    plain = {
+        "max_tokens": 10,
+        "temperature": 0.7,
+        "top_p": 0.9,
+        "top_k": 0,
+        "min_p": 0.0,
+        "repetition_penalty": 1.0,
+        "presence_penalty": 0.0,
+        "frequency_penalty": 0.0,
+        "min_tokens": 0,
+        "ignore_eos": True,
+        "watermarking": False,
+        "stop_token_ids": [3],
+        "logprobs": 0,
+    }
+    await client.generate(engine.url, **request(temperature=0.7, top_p=0.9))
+    assert engine.bodies[COMPLETIONS] == {
+        "request_id": "r1",
+        "prompt": [1, 2, 3],
+        "return_token_ids": True,
+        "return_tokens_as_token_ids": True,
+        **plain,
+    }
+    engine.has_generate = True
+    async with EngineClient(timeout_s=5) as other:
+        await other.generate(engine.url, **request(temperature=0.7, top_p=0.9))
+    assert engine.bodies[GENERATE] == {"request_id": "r1", "token_ids": [1, 2, 3], "sampling_params": plain}
+
+
 async def test_it_is_found_out_once_and_anew_after_a_failure(client: EngineClient, engine: ScriptedEngine) -> None:
     for _ in range(3):
         await client.generate(engine.url, **request())
