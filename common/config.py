@@ -25,6 +25,8 @@ from common.errors import SetupError
 from common.storable import MAX_COUNT, MAX_SMALL_COUNT
 
 TINY_MODELS = Path(__file__).parent / "models"
+MIN_TEMPERATURE = 0.01
+"""vLLM takes less for this, and says so in its log only: the log-probs would be those of another temperature."""
 
 
 def by_its_name(kind: object) -> object:
@@ -54,7 +56,7 @@ class RolloutConfig(Section):
     compact_tokens: int | None = Field(default=None, ge=1)
     """A prompt of more ids is first given to the handler's `compact`, which may shorten the conversation; the turn then
     begins a new training row. None = never."""
-    temperature: float = Field(default=1.0, gt=0, le=2)
+    temperature: float = Field(default=1.0, ge=MIN_TEMPERATURE, le=2)
     """Sampling temperature; greedy sampling has no log-probs to train on, and vLLM takes none above 2."""
     top_p: float = Field(default=1.0, gt=0, le=1)
     """Sample from the smallest set of likeliest tokens with at least this probability; 1 = from all."""
@@ -123,7 +125,7 @@ class EvalConfig(Section):
     success_reward: float = 1.0
     """Reward from which on an episode counts as solved, for pass@k."""
     temperature: float | None = Field(default=None, ge=0, le=2)
-    """Sampling temperature; 0 = the likeliest token always, None = as in training."""
+    """Sampling temperature; 0 = the likeliest token always, None = as in training. Between 0 and 0.01 there is none."""
     top_p: float | None = Field(default=None, gt=0, le=1)
     """None = as in training."""
     max_tokens_per_turn: int | None = Field(default=None, ge=1)
@@ -131,6 +133,15 @@ class EvalConfig(Section):
     max_episodes_in_flight: int = Field(default=32, ge=1, le=MAX_COUNT)
     """Evaluation episodes at once. They come beyond the limits in [sharing] and ROLLMILL_MAX_EPISODES_IN_FLIGHT, and
     are counted in them: training gets the rest."""
+
+    @model_validator(mode="after")
+    def _temperature_is_kept(self) -> Self:
+        if self.temperature is not None and 0 < self.temperature < MIN_TEMPERATURE:
+            raise ValueError(
+                f"temperature = {self.temperature:g} is no temperature that engines keep to: "
+                f"take 0, or {MIN_TEMPERATURE:g} or more"
+            )
+        return self
 
     @model_validator(mode="after")
     def _a_task_fits(self) -> Self:

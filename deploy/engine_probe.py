@@ -10,10 +10,10 @@ from tokenizers import Tokenizer
 
 from common.context import NeededContext, needed_context
 from common.errors import SetupError
+from common.sampling import SGLANG_PLAIN
 from deploy.engine_ask import EngineKind, ask, asked
+from deploy.engine_sampling import COMPLETIONS, GENERATE, check_sampling, generate, sampled_of
 
-GENERATE = "/inference/v1/generate"
-COMPLETIONS = "/v1/completions"
 SGLANG_GENERATE = "/generate"
 PROBE_TEXT = 'Sum up 3 + 14: naïve <b>x_1</b>\n\t{"α": [15, 92]} ½'
 """Words, digits, spaces, markup and bytes beyond ASCII: tokenizers that differ at all differ here."""
@@ -59,6 +59,7 @@ def check_engine(
     else:
         kind = _check_generate(url, token_id=vocab_size - 1, exact=temperature != 1.0 or top_p != 1.0)
         _check_vocabulary(url, kind, vocab_size=vocab_size, model=model)
+        check_sampling(url, kind, vocab_size=vocab_size)
     _check_tokenizer(url, model=model, served_name=served_name)
     if lora:
         _check_lora(url)
@@ -160,10 +161,10 @@ def _check_context(url: str, needed: NeededContext | None) -> None:
 def _check_generate(url: str, *, token_id: int, exact: bool) -> EngineKind:
     """Which route gives an id and its log-prob. `exact`: the run samples from another distribution than the model's."""
     kind = EngineKind.VLLM
-    status, reply = _generate(url, kind, token_id)
+    status, reply = generate(url, kind, [token_id], max_tokens=1, top_p=ONE_TOKEN)
     if status in (403, 404):
         kind = EngineKind.VLLM_COMPLETIONS
-        status, reply = _generate(url, kind, token_id)
+        status, reply = generate(url, kind, [token_id], max_tokens=1, top_p=ONE_TOKEN)
         if status in (403, 404):
             raise SetupError(f"engine {url} {GENERATE} answers {status}: start vLLM with --enable-scale-out")
     if status == 400 and "vocabulary" in str(reply):
@@ -183,14 +184,9 @@ def _check_generate(url: str, *, token_id: int, exact: bool) -> EngineKind:
 
 def _logprob(reply: Any, kind: EngineKind) -> float | None:
     """Of the one id that was asked for; None where the answer lacks what a capture needs."""
-    choice = asked(reply, "choices", 0)
-    ids = asked(choice, "token_ids") or []
-    if kind is EngineKind.VLLM:
-        logprobs = [asked(entry, "logprob") for entry in asked(choice, "logprobs", "content") or []]
-        if not asked(choice, "weight_versions"):
-            return None
-    else:
-        logprobs = asked(choice, "logprobs", "token_logprobs") or []
+    if kind is EngineKind.VLLM and not asked(reply, "choices", 0, "weight_versions"):
+        return None
+    ids, logprobs = sampled_of(reply, kind)
     whole = len(ids) == len(logprobs) == 1 and isinstance(logprobs[0], int | float)
     return float(logprobs[0]) if whole else None
 
@@ -202,7 +198,8 @@ def _check_sglang(url: str, *, top_p: float, lora: bool) -> None:
         raise SetupError(
             f"engine {url} is SGLang, whose log-probs leave top-p out: set rollout.top_p = 1, it is {top_p:g}"
         )
-    body: dict[str, object] = {"input_ids": [0], "sampling_params": {"max_new_tokens": 1}, "return_logprob": True}
+    params = {**SGLANG_PLAIN, "max_new_tokens": 1}
+    body: dict[str, object] = {"input_ids": [0], "sampling_params": params, "return_logprob": True}
     status, reply = ask(url, SGLANG_GENERATE, body)
     ids, info = asked(reply, "output_ids") or [], asked(reply, "meta_info")
     logprobs = asked(info, "output_token_logprobs") or []
@@ -214,7 +211,7 @@ def _check_sglang(url: str, *, top_p: float, lora: bool) -> None:
 
 
 def _check_vocabulary(url: str, kind: EngineKind, *, vocab_size: int, model: Path) -> None:
-    status, _ = _generate(url, kind, vocab_size)
+    status, _ = generate(url, kind, [vocab_size], max_tokens=1, top_p=ONE_TOKEN)
     if status == 200:
         raise SetupError(
             f"engine {url} serves another model: it knows token id {vocab_size}, "
@@ -252,10 +249,3 @@ def _check_lora(url: str) -> None:
             f"engine {url} cannot load LoRA adapters (status {status}: {reply!r:.200}), and the run trains one: start "
             "vLLM with --enable-lora, --max-loras, --max-lora-rank and VLLM_ALLOW_RUNTIME_LORA_UPDATING=True"
         )
-
-
-def _generate(url: str, kind: EngineKind, token_id: int) -> tuple[int, Any]:
-    params: dict[str, object] = {"max_tokens": 1, "logprobs": 0, "top_p": ONE_TOKEN}
-    if kind is EngineKind.VLLM:
-        return ask(url, GENERATE, {"token_ids": [token_id], "sampling_params": params})
-    return ask(url, COMPLETIONS, {"prompt": [token_id], "return_token_ids": True, **params})

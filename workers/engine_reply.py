@@ -75,10 +75,13 @@ class Span(BaseModel):
     end: int
 
 
-def parse_sampled(body: bytes, *, run: str, max_tokens: int, engine: str, adapter: int | None = None) -> Sampled:
+def parse_sampled(
+    body: bytes, *, run: str, max_tokens: int, stop_ids: Sequence[int], engine: str, adapter: int | None = None
+) -> Sampled:
     """What was sampled, checked whole. `adapter` is the version whose adapter was asked for; None = none.
 
-    Raises EpisodeError(CAPTURE_INCOMPLETE) for ids without their log-probs or versions, Unversioned for tokens of
+    Raises EpisodeError(CAPTURE_INCOMPLETE) for ids without their log-probs or versions, or that end where nobody asked
+    it to (`max_tokens`, `stop_ids`), Unversioned for tokens of
     other weights than `run`'s, EngineUnavailable for a request that the engine itself gave up.
     """
     reply = parse_reply(Reply, body, engine=engine)
@@ -101,7 +104,7 @@ def parse_sampled(body: bytes, *, run: str, max_tokens: int, engine: str, adapte
         spans=spans,
         finish_reason=choice.finish_reason,
     )
-    return check_sampled(raw, max_tokens=max_tokens, engine=engine)
+    return check_sampled(raw, max_tokens=max_tokens, stop_ids=stop_ids, engine=engine)
 
 
 def parse_reply(kind: type[ReplyT], body: bytes, *, engine: str) -> ReplyT:
@@ -113,7 +116,7 @@ def parse_reply(kind: type[ReplyT], body: bytes, *, engine: str) -> ReplyT:
         raise incomplete(engine, f"{'.'.join(map(str, first['loc']))}: {first['msg']}") from None
 
 
-def check_sampled(raw: RawSampled, *, max_tokens: int, engine: str) -> Sampled:
+def check_sampled(raw: RawSampled, *, max_tokens: int, stop_ids: Sequence[int], engine: str) -> Sampled:
     """The record that is stored and trained. Raises as `parse_sampled` does."""
     reason = _finish_reason(raw.finish_reason, engine)
     if len(raw.ids) > max_tokens:
@@ -121,7 +124,7 @@ def check_sampled(raw: RawSampled, *, max_tokens: int, engine: str) -> Sampled:
     if not raw.ids and reason is not FinishReason.ABORT:
         raise incomplete(engine, f"no ids, though it finished by {reason}")
     try:
-        return Sampled(
+        sampled = Sampled(
             ids=tuple(raw.ids),
             logprobs=_logprobs(raw, engine),
             spans=tuple(VersionSpan(version=version, start=start, end=end) for version, start, end in raw.spans)
@@ -131,6 +134,10 @@ def check_sampled(raw: RawSampled, *, max_tokens: int, engine: str) -> Sampled:
         )
     except ValueError as error:
         raise incomplete(engine, str(error)) from None
+    if reason is FinishReason.STOP and raw.ids[-1] not in stop_ids:
+        # Another engine of the run would have gone on there.
+        raise incomplete(engine, f"stopped at id {raw.ids[-1]}, which is none of the run's ends {list(stop_ids)}")
+    return sampled
 
 
 def versions_of_run(spans: Sequence[Span], run: str, engine: str) -> list[tuple[int, int, int]]:

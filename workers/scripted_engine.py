@@ -78,6 +78,8 @@ class ScriptedEngine:
         """Name -> folder of the LoRA adapters."""
         self.calls: list[str] = []
         """Paths of all requests, in order of arrival."""
+        self.bodies: dict[str, Any] = {}
+        """Path -> the last body that a sampling request had."""
         self.faults: dict[str, deque[Fault]] = {}
         """Path -> what goes wrong with the next requests to it, one each."""
         self.open: dict[str, str] = {}
@@ -192,7 +194,7 @@ class ScriptedEngine:
     async def _generate(self, request: web.Request) -> web.Response:
         if not self.has_generate:
             return _error(403, "Scale-out endpoints are disabled.")
-        body = await request.json()
+        body = self.bodies[request.path] = await request.json()
         prompt: list[int] = body["token_ids"]
         if len(prompt) >= self.max_model_len:
             return self._overflow(f"the prompt has {len(prompt)}")
@@ -205,7 +207,7 @@ class ScriptedEngine:
         return web.json_response({"request_id": request_id, "model": model, "choices": [choice]})
 
     async def _complete(self, request: web.Request) -> web.Response:
-        body = await request.json()
+        body = self.bodies[request.path] = await request.json()
         prompt: list[int] = body["prompt"]
         if len(prompt) + body["max_tokens"] > self.max_model_len:
             return self._overflow(f"you asked for {body['max_tokens']} after {len(prompt)}")

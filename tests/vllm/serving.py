@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import os
+import shutil
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -24,6 +26,8 @@ START_TIMEOUT_S = 240.0
 STOP_TIMEOUT_S = 20.0
 POLL_S = 0.1
 RUN = "vllm-test"
+OWN_SAMPLING = ("--generation-config", "auto")
+"""vLLM's default."""
 
 
 def require_vllm() -> None:
@@ -59,6 +63,17 @@ def serving(model: Path, *, log_file: Path, **choices: Any) -> Iterator[str]:
         while process.exit_code() is None:
             assert time.monotonic() < deadline + STOP_TIMEOUT_S, f"process {process.pid} cannot be killed"
             time.sleep(POLL_S)
+
+
+def with_own_sampling(model: Path, folder: Path) -> Path:
+    """A copy of the model whose generation_config.json changes all that a server takes defaults for, and ends turns at
+    more ids. Served with `OWN_SAMPLING`, it is what a server looks like that somebody else started."""
+    shutil.copytree(model, folder)
+    path = folder / "generation_config.json"
+    own = {"do_sample": True, "top_k": 5, "top_p": 0.8, "min_p": 0.1, "temperature": 0.6, "repetition_penalty": 1.3}
+    ends = {"eos_token_id": [2, 25, 26, 27], "max_new_tokens": 7}
+    path.write_text(json.dumps(json.loads(path.read_text()) | own | ends))
+    return folder
 
 
 def make_model(*, seed: int, tied: bool) -> Qwen3ForCausalLM:

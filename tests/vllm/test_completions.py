@@ -20,7 +20,7 @@ from deploy.engine_ask import EngineKind
 from deploy.engine_probe import check_engine, num_requests
 from tests.ranks import random_rows
 from tests.vllm.episodes import MIN_TURNS, SAMPLINGS, RunStage, TappedHttp, compare, play_until_enough
-from tests.vllm.serving import RUN, serving
+from tests.vllm.serving import OWN_SAMPLING, RUN, serving, with_own_sampling
 from trainer.policy import Policy
 from trainer.samples import pad
 from trainer.teacher import read_tokenizer
@@ -38,10 +38,11 @@ MAX_TEACHER_GAP = 1e-4
 
 @pytest.fixture(scope="module")
 def engine(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """A server with every flag but --enable-scale-out."""
-    log_file = tmp_path_factory.mktemp("vllm") / "engine.log"
-    shut = ("--no-enable-scale-out", "--max-model-len", str(MAX_MODEL_LEN))
-    with serving(tiny, log_file=log_file, extra=shut) as url:
+    """A server without --enable-scale-out and --generation-config vllm: its model's folder says how to sample."""
+    folder = tmp_path_factory.mktemp("vllm")
+    shut = ("--no-enable-scale-out", "--max-model-len", str(MAX_MODEL_LEN), *OWN_SAMPLING)
+    model = with_own_sampling(tiny, folder / "model")
+    with serving(model, log_file=folder / "engine.log", extra=shut) as url:
         yield url
 
 

@@ -10,7 +10,7 @@ import pytest
 from common.config import RolloutConfig, RunConfig
 from common.weights import version_name
 from tests.vllm.episodes import SAMPLINGS, RunStage, TappedHttp, compare, play_until_enough
-from tests.vllm.serving import RUN, serving
+from tests.vllm.serving import OWN_SAMPLING, RUN, serving, with_own_sampling
 from workers.engine_client import EngineClient
 
 NUM_EPISODES = 200
@@ -19,7 +19,10 @@ NUM_EPISODES = 200
 
 @pytest.fixture(scope="module")
 def engine(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    with serving(tiny, log_file=tmp_path_factory.mktemp("vllm") / "engine.log") as url:
+    """A server whose model's folder says how to sample, and where to stop."""
+    folder = tmp_path_factory.mktemp("vllm")
+    model = with_own_sampling(tiny, folder / "model")
+    with serving(model, log_file=folder / "engine.log", extra=OWN_SAMPLING) as url:
         yield url
 
 

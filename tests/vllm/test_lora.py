@@ -121,7 +121,7 @@ async def generate_long(url: str, prompt: list[int]) -> Sampled:
     params = {"max_tokens": LONG_TOKENS, "logprobs": 0, "ignore_eos": True}
     body = {"model": version_name(RUN, 0), "token_ids": prompt, "sampling_params": params}
     async with aiohttp.ClientSession() as session, session.post(url + "/inference/v1/generate", json=body) as answer:
-        return parse_sampled(await answer.read(), run=RUN, max_tokens=LONG_TOKENS, engine=url, adapter=0)
+        return parse_sampled(await answer.read(), run=RUN, max_tokens=LONG_TOKENS, stop_ids=(), engine=url, adapter=0)
 
 
 @pytest.fixture

@@ -6,6 +6,7 @@ That is vLLM's `processed_logprobs`: after temperature, top-k and top-p. The tra
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from pydantic import BaseModel, ConfigDict, Field
@@ -22,6 +23,12 @@ class SamplingParams(BaseModel):
     top_p: float = Field(default=1.0, gt=0, le=1)
     top_k: int = Field(default=0, ge=-1)
     """0 and -1 keep all tokens."""
+    min_p: float = Field(default=0.0, ge=0, le=0)
+    repetition_penalty: float = Field(default=1.0, ge=1, le=1)
+    presence_penalty: float = Field(default=0.0, ge=0, le=0)
+    frequency_penalty: float = Field(default=0.0, ge=0, le=0)
+    watermarking: Literal[False] | None = None
+    """These five change nothing here, and whoever wants them to is refused."""
     seed: int | None = None
     """Same seed, prompt and weights give the same tokens in any company. None: seeded by the system."""
     max_tokens: int | None = Field(default=16, ge=1)

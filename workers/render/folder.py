@@ -22,11 +22,11 @@ class ModelFolder:
     special_tokens: dict[str, str]
     """The variables that templates expect, such as bos_token -> its text."""
     stop_ids: tuple[int, ...]
-    """eos_token_id of the generation config; () = it names none."""
+    """eos_token_id of generation_config.json and config.json; () = they name none."""
 
 
 def read_folder(folder: Path) -> ModelFolder:
-    """Read tokenizer.json, tokenizer_config.json, chat_template.jinja and generation_config.json.
+    """Read tokenizer.json, tokenizer_config.json, chat_template.jinja, generation_config.json and config.json.
 
     Raises SetupError that names the folder and what it lacks.
     """
@@ -82,5 +82,8 @@ def _special_tokens(config: Mapping[str, JsonValue]) -> dict[str, str]:
 
 
 def _read_stop_ids(folder: Path) -> tuple[int, ...]:
-    ids = _read_json(folder / "generation_config.json").get("eos_token_id")
-    return tuple(i for i in (ids if isinstance(ids, list) else [ids]) if isinstance(i, int))
+    found: list[JsonValue] = []
+    for name in ("generation_config.json", "config.json"):
+        ids = _read_json(folder / name).get("eos_token_id")
+        found += ids if isinstance(ids, list) else [ids]
+    return tuple(dict.fromkeys(i for i in found if isinstance(i, int)))

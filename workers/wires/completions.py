@@ -13,7 +13,8 @@ import time
 
 from pydantic import BaseModel, ConfigDict
 
-from common.episode import Sampled
+from common.episode import FinishReason, Sampled
+from common.sampling import VLLM_PLAIN
 from common.weights import parse_version_name, version_name
 from workers.engine_errors import Unversioned
 from workers.engine_http import EngineHttp
@@ -67,6 +68,7 @@ class CompletionsWire(VllmWire):
         max_tokens = await self._context.budget(request)
         before = self._version_of(await self.weight_version(), request)
         body: dict[str, object] = {
+            **VLLM_PLAIN,
             "request_id": request.request_id,
             "prompt": list(request.prompt_ids),
             "max_tokens": max_tokens,
@@ -81,6 +83,9 @@ class CompletionsWire(VllmWire):
             body["model"] = request.served_name
         raw = await self.route.sample(COMPLETIONS, body, timeout_s=timeout_s)
         sampled = parse_completion(raw, request, version=before, engine=self.route.url)
+        if sampled.finish_reason is FinishReason.LENGTH and len(sampled.ids) < max_tokens:
+            # No request can lift max_new_tokens of --override-generation-config on this route.
+            raise incomplete(self.route.url, f"ended a turn after {len(sampled.ids)} of {max_tokens} ids")
         after = self._version_of(await self._settled_version(request), request)
         if after < before:
             raise Unversioned(f"engine {self.route.url} went from version {before} to {after} under a request")
@@ -132,7 +137,7 @@ def parse_completion(body: bytes, request: GenerateRequest, *, version: int, eng
         spans=[(version, 0, len(choice.token_ids))],
         finish_reason=choice.finish_reason,
     )
-    return check_sampled(raw, max_tokens=request.max_tokens, engine=engine)
+    return check_sampled(raw, max_tokens=request.max_tokens, stop_ids=request.stop_ids, engine=engine)
 
 
 def _id_of(token: str) -> int | None:

@@ -13,6 +13,7 @@ from common.config import InFlight
 from common.episode import Sampled
 from common.errors import EpisodeError
 from common.outcomes import Outcome
+from common.sampling import SGLANG_PLAIN
 from workers.engine_errors import EngineUnavailable, LoadRefused
 from workers.engine_http import EngineHttp, detail, json_object
 from workers.engine_reply import RawSampled, Span, check_sampled, incomplete, parse_reply, versions_of_run
@@ -72,6 +73,7 @@ class SglangWire:
             "rid": request.request_id,
             "input_ids": list(request.prompt_ids),
             "sampling_params": {
+                **SGLANG_PLAIN,
                 "max_new_tokens": await self._context.budget(request),
                 "temperature": request.temperature,
                 "top_p": request.top_p,
@@ -178,4 +180,4 @@ def parse_generated(body: bytes, request: GenerateRequest, *, engine: str) -> Sa
         spans=versions_of_run(info.weight_versions or [], request.run, engine) if reply.output_ids else [],
         finish_reason=info.finish_reason.type,
     )
-    return check_sampled(raw, max_tokens=request.max_tokens, engine=engine)
+    return check_sampled(raw, max_tokens=request.max_tokens, stop_ids=request.stop_ids, engine=engine)

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from common.config import InFlight
 from common.episode import Sampled
+from common.sampling import VLLM_PLAIN
 from workers.engine_errors import EngineUnavailable, LoadRefused, Superseded
 from workers.engine_http import EngineHttp, detail
 from workers.engine_reply import parse_sampled
@@ -38,6 +39,7 @@ class VllmWire:
             "request_id": request.request_id,
             "token_ids": list(request.prompt_ids),
             "sampling_params": {
+                **VLLM_PLAIN,
                 "max_tokens": request.max_tokens,
                 "temperature": request.temperature,
                 "top_p": request.top_p,
@@ -49,7 +51,12 @@ class VllmWire:
             body["model"] = request.served_name
         raw = await self.route.sample(GENERATE, body, timeout_s=timeout_s)
         return parse_sampled(
-            raw, run=request.run, max_tokens=request.max_tokens, engine=self.route.url, adapter=request.adapter
+            raw,
+            run=request.run,
+            max_tokens=request.max_tokens,
+            stop_ids=request.stop_ids,
+            engine=self.route.url,
+            adapter=request.adapter,
         )
 
     async def check_health(self) -> None:

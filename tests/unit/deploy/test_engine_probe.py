@@ -15,8 +15,9 @@ from aiohttp import web
 
 from common.config import TINY_MODELS
 from common.errors import SetupError
+from common.sampling import VLLM_PLAIN
 from deploy.engine_ask import MAX_ANSWER_BYTES, EngineKind
-from deploy.engine_probe import COMPLETIONS, GENERATE, NO_FOLDER, check_engine, num_requests
+from deploy.engine_probe import COMPLETIONS, GENERATE, NO_FOLDER, ONE_TOKEN, check_engine, num_requests
 from deploy.engine_serve import wait_until_idle
 from deploy.ports import free_port
 
@@ -30,6 +31,13 @@ class Stub:
 
     vocab_size: int = 576
     processed_logprobs: bool = True
+    prompt_logprob: float | None = -1.0
+    """Of each id of a prompt; None = it does not say them."""
+    has_completions: bool = False
+    max_new_tokens: int = 100
+    """What it cuts each request to."""
+    asked: list[dict[str, Any]] = field(default_factory=list)
+    """How each request was to be sampled."""
     answers: dict[str, tuple[int, Any]] = field(default_factory=dict)
     vocab_answers: dict[str, tuple[int, Any]] = field(default_factory=dict)
     """Answers to prompts of ids of the vocabulary."""
@@ -42,10 +50,12 @@ class Stub:
             "/weight_info": lambda _: (200, {"weight_version": "default"}),
             "/is_paused": lambda _: (200, {"is_paused": False}),
             "/v1/models": lambda _: (200, {"data": [{"id": "policy"}]}),
-            "/inference/v1/generate": self.generate,
+            GENERATE: self.generate,
             "/collective_rpc": lambda _: (200, {"results": [{"ok": False, "error": "no folder"}]}),
             "/metrics": lambda _: (200, METRICS),
         }
+        if self.has_completions:
+            default[COMPLETIONS] = self.complete
         if request.path in self.vocab_answers and json.loads(body)["prompt"][0] < self.vocab_size:
             status, answer = self.vocab_answers[request.path]
         elif request.path in self.answers:
@@ -57,16 +67,29 @@ class Stub:
         return web.Response(status=status, text=answer if isinstance(answer, str) else json.dumps(answer))
 
     def generate(self, body: Any) -> tuple[int, Any]:
-        (token_id,) = body["token_ids"]
-        if token_id >= self.vocab_size:
-            return 400, {"error": {"message": f"Token id {token_id} is out of vocabulary"}}
-        logprob = 0.0 if self.processed_logprobs and body["sampling_params"]["top_p"] < 1e-3 else -1.0
+        prompt, params = body["token_ids"], body["sampling_params"]
+        self.asked.append(params)
+        if max(prompt) >= self.vocab_size:
+            return 400, {"error": {"message": f"Token id {max(prompt)} is out of vocabulary"}}
+        logprob = 0.0 if self.processed_logprobs and params.get("top_p", 1.0) < 1e-3 else -1.0
+        ids = [1] * min(params["max_tokens"], self.max_new_tokens)
         choice = {
-            "token_ids": [1],
-            "logprobs": {"content": [{"token_id": 1, "logprob": logprob}]},
-            "weight_versions": [{"version": "default", "start": 0, "end": 1}],
+            "token_ids": ids,
+            "logprobs": {"content": [{"token_id": token_id, "logprob": logprob} for token_id in ids]},
+            "weight_versions": [{"version": "default", "start": 0, "end": len(ids)}],
         }
-        return 200, {"choices": [choice]}
+        entries = [{str(token_id): {"logprob": self.prompt_logprob}} for token_id in prompt[1:]]
+        says = "prompt_logprobs" in params and self.prompt_logprob is not None
+        return 200, {"choices": [choice], "prompt_logprobs": [None, *entries] if says else None}
+
+    def complete(self, body: Any) -> tuple[int, Any]:
+        status, reply = self.generate({"token_ids": body["prompt"], "sampling_params": body})
+        if status == 200:
+            (choice,) = reply["choices"]
+            logprobs = [entry["logprob"] for entry in choice["logprobs"]["content"]]
+            choice["logprobs"] = {"token_logprobs": logprobs}
+            choice["prompt_logprobs"] = reply.pop("prompt_logprobs")
+        return status, reply
 
 
 @pytest.fixture
@@ -92,13 +115,12 @@ async def test_an_engine_that_can_do_all_passes(stub: Stub) -> None:
 
 
 def completion(**changes: Any) -> tuple[int, Any]:
-    logprobs = {"tokens": ["<1>"], "token_logprobs": [0.0]}
-    return 200, {"choices": [{"token_ids": [1], "logprobs": logprobs} | changes]}
+    return 200, {"choices": [{"token_ids": [1], "logprobs": {"token_logprobs": [0.0]}} | changes]}
 
 
 async def test_a_server_without_the_generate_route_is_asked_for_completions(stub: Stub) -> None:
     stub.answers[GENERATE] = (403, {"error": {"message": "Scale-out endpoints are disabled."}})
-    stub.vocab_answers[COMPLETIONS] = completion()
+    stub.has_completions = True
     assert await check(stub, temperature=0.7) is EngineKind.VLLM_COMPLETIONS
     for changes in ({"token_ids": None}, {"logprobs": None}, {"token_ids": [1, 2]}):
         stub.vocab_answers[COMPLETIONS] = completion(**changes)
@@ -112,6 +134,27 @@ async def test_logprobs_of_another_distribution_are_refused_where_it_matters(stu
     for sampling in ({"temperature": 0.7}, {"top_p": 0.9}):
         with pytest.raises(SetupError, match="start vLLM with --logprobs-mode processed_logprobs"):
             await check(stub, **sampling)
+
+
+@pytest.mark.parametrize("has_generate", [True, False])
+async def test_a_server_that_changes_its_models_distribution_is_refused(stub: Stub, has_generate: bool) -> None:
+    if not has_generate:
+        stub.has_completions = True
+        stub.answers[GENERATE] = (403, {"error": {"message": "Scale-out endpoints are disabled."}})
+    for logprob in (-1.05, -0.95, None):
+        stub.prompt_logprob = logprob
+        await check(stub)
+    stub.prompt_logprob = -2.5
+    with pytest.raises(SetupError, match=r"changes what it samples from: .* off its model's own by 1\.5 nats"):
+        await check(stub)
+    assert all(asked.items() >= {**VLLM_PLAIN, "temperature": 1.0}.items() for asked in stub.asked)
+    assert {asked["top_p"] for asked in stub.asked} == {ONE_TOKEN, 1.0}
+
+
+async def test_a_server_that_cuts_what_was_asked_for_is_refused(stub: Stub) -> None:
+    stub.max_new_tokens = 7
+    with pytest.raises(SetupError, match="ends after 7 ids where 24 are asked for: start it without a max_new_tokens"):
+        await check(stub)
 
 
 async def test_sglang_is_told_apart(stub: Stub) -> None:

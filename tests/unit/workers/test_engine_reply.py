@@ -33,7 +33,7 @@ def entry(token_id: int, logprob: float) -> dict[str, Any]:
 
 def parse(*choices: dict[str, Any], max_tokens: int = 10) -> Any:
     body = json.dumps({"request_id": "r", "choices": list(choices), "usage": {}}).encode()
-    return parse_sampled(body, run="run-a", max_tokens=max_tokens, engine="http://e")
+    return parse_sampled(body, run="run-a", max_tokens=max_tokens, stop_ids=(2, 9), engine="http://e")
 
 
 def test_takes_ids_their_own_logprobs_and_versions() -> None:
@@ -71,6 +71,18 @@ def test_incomplete_capture_is_an_error_of_the_episode(changes: dict[str, Any], 
     assert message in caught.value.detail or message == "logprob"
 
 
+def test_a_stop_where_nobody_asked_for_one_is_refused() -> None:
+    with pytest.raises(EpisodeError, match=r"stopped at id 8, which is none of the run's ends \[2, 9\]") as caught:
+        parse(
+            choice(
+                token_ids=[7, 8],
+                weight_versions=[{"version": "run-a/000003", "start": 0, "end": 2}],
+                logprobs={"content": [entry(7, -0.5), entry(8, -1.5)]},
+            )
+        )
+    assert caught.value.outcome is Outcome.CAPTURE_INCOMPLETE
+
+
 def test_more_ids_than_asked_for_are_refused() -> None:
     with pytest.raises(EpisodeError, match="3 ids, 2 were asked for"):
         parse(choice(), max_tokens=2)
@@ -84,7 +96,7 @@ def test_one_choice_is_expected(num_choices: int) -> None:
 
 def test_no_json_is_an_incomplete_capture() -> None:
     with pytest.raises(EpisodeError, match="capture_incomplete"):
-        parse_sampled(b"<html>", run="run-a", max_tokens=1, engine="http://e")
+        parse_sampled(b"<html>", run="run-a", max_tokens=1, stop_ids=(), engine="http://e")
 
 
 @pytest.mark.parametrize("version", ["default", "loading", "run-b/000003", "run-a/new", "run-a"])
@@ -112,7 +124,8 @@ def test_the_engines_own_failure_is_retryable() -> None:
 def parse_adapter(*, model: str | None, **changes: Any) -> Any:
     base = [{"version": "default", "start": 0, "end": 3}]
     body = {"model": model, "choices": [choice(**{"weight_versions": base} | changes)]}
-    return parse_sampled(json.dumps(body).encode(), run="run-a", max_tokens=10, engine="http://e", adapter=7)
+    raw = json.dumps(body).encode()
+    return parse_sampled(raw, run="run-a", max_tokens=10, stop_ids=(9,), engine="http://e", adapter=7)
 
 
 def test_tokens_of_an_adapter_are_of_the_version_that_it_is() -> None:

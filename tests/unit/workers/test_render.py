@@ -284,6 +284,13 @@ def test_stop_ids_are_the_close_token_and_those_of_the_generation_config(tmp_pat
     assert renderer.stop_ids == (2, 0)
 
 
+def test_an_end_that_only_the_models_config_names_is_a_stop_id_too(tmp_path: Path) -> None:
+    write_folder(tmp_path)
+    (tmp_path / "config.json").write_text('{"vocab_size": 5000, "eos_token_id": [2, 7]}')
+
+    assert Renderer.from_folder(tmp_path).stop_ids == (2, 7)
+
+
 def test_special_tokens_of_the_folder_are_known_to_the_template(tmp_path: Path) -> None:
     config = {"eos_token": {"content": "<|im_end|>"}, "bos_token": "<|endoftext|>", "add_bos_token": False}
     write_folder(tmp_path, config={**config, "chat_template": "{{ bos_token }}" + CHATML})

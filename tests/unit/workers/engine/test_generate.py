@@ -86,6 +86,8 @@ async def test_an_answer_is_clipped_where_the_context_ends(small_client: Any) ->
         ({"sampling_params": {"temperature": -0.1}}, 400, "sampling_params.temperature: Input should be greater"),
         ({"sampling_params": {"temperature": "1"}}, 400, "sampling_params.temperature: Input should be a valid"),
         ({"sampling_params": {"top_p": 0}}, 400, "sampling_params.top_p"),
+        ({"sampling_params": {"min_p": 0.1}}, 400, "sampling_params.min_p"),
+        ({"sampling_params": {"repetition_penalty": 1.05}}, 400, "sampling_params.repetition_penalty"),
         ({"sampling_params": {"max_tokens": 0}}, 400, "sampling_params.max_tokens"),
         ({"sampling_params": {"logprobs": 5}}, 400, "sampling_params.logprobs"),
         ({"sampling_params": {"stop_token_ids": [600]}}, 400, "stop_token_ids must be in 0..575"),

@@ -61,6 +61,38 @@ async def test_it_gives_what_the_generate_route_would(client: EngineClient, engi
     )
 
 
+async def test_both_routes_are_told_all_that_a_server_may_have_a_default_for(
+    client: EngineClient, engine: ScriptedEngine
+) -> None:
+    plain = {
+        "max_tokens": 10,
+        "temperature": 0.7,
+        "top_p": 0.9,
+        "top_k": 0,
+        "min_p": 0.0,
+        "repetition_penalty": 1.0,
+        "presence_penalty": 0.0,
+        "frequency_penalty": 0.0,
+        "min_tokens": 0,
+        "ignore_eos": True,
+        "watermarking": False,
+        "stop_token_ids": [3],
+        "logprobs": 0,
+    }
+    await client.generate(engine.url, **request(temperature=0.7, top_p=0.9))
+    assert engine.bodies[COMPLETIONS] == {
+        "request_id": "r1",
+        "prompt": [1, 2, 3],
+        "return_token_ids": True,
+        "return_tokens_as_token_ids": True,
+        **plain,
+    }
+    engine.has_generate = True
+    async with EngineClient(timeout_s=5) as other:
+        await other.generate(engine.url, **request(temperature=0.7, top_p=0.9))
+    assert engine.bodies[GENERATE] == {"request_id": "r1", "token_ids": [1, 2, 3], "sampling_params": plain}
+
+
 async def test_it_is_found_out_once_and_anew_after_a_failure(client: EngineClient, engine: ScriptedEngine) -> None:
     for _ in range(3):
         await client.generate(engine.url, **request())
@@ -82,6 +114,14 @@ async def test_a_budget_beyond_the_context_is_cut_to_it(client: EngineClient, en
     assert (sampled.ids, sampled.finish_reason) == ((103, 2), FinishReason.LENGTH)
 
 
+async def test_a_server_that_cuts_a_turn_is_told_from_one_whose_context_is_full(
+    client: EngineClient, engine: ScriptedEngine
+) -> None:
+    with pytest.raises(EpisodeError, match="ended a turn after 4 of 10 ids") as caught:
+        await client.generate(engine.url, **request(stop_ids=[]))
+    assert caught.value.outcome is Outcome.CAPTURE_INCOMPLETE
+
+
 async def test_a_full_context_is_told_apart(client: EngineClient, engine: ScriptedEngine) -> None:
     engine.max_model_len = 3
     with pytest.raises(ContextOverflow, match="3 ids leave no room in a context of 3"):
@@ -92,7 +132,7 @@ async def test_an_update_under_a_request_gives_all_its_ids_the_older_version(
     client: EngineClient, engine: ScriptedEngine
 ) -> None:
     engine.token_s = 0.02
-    task = asyncio.create_task(client.generate(engine.url, **request(stop_ids=[])))
+    task = asyncio.create_task(client.generate(engine.url, **request(max_tokens=4, stop_ids=[])))
     await until(lambda: engine.num_tokens >= 1)
     engine.version = "loading"
     await until(lambda: not engine.open)
