@@ -17,7 +17,8 @@ from common.config import TINY_MODELS
 from common.errors import SetupError
 from common.sampling import VLLM_PLAIN
 from deploy.engine_ask import MAX_ANSWER_BYTES, EngineKind
-from deploy.engine_probe import COMPLETIONS, GENERATE, NO_FOLDER, ONE_TOKEN, check_engine, num_requests
+from deploy.engine_probe import NO_FOLDER, ONE_TOKEN, check_engine, num_requests
+from deploy.engine_sampling import COMPLETIONS, GENERATE
 from deploy.engine_serve import wait_until_idle
 from deploy.ports import free_port
 
