@@ -91,7 +91,7 @@ class OpenRun:
             if self.run.state is not RunState.ACTIVE:
                 raise SetupError(
                     f"run {self.run.name} is {self.run.state.lower()}: give the new one another name, "
-                    f"or look at the old one with `rollmill report {self.run.name}`"
+                    f"or look at the old one with `rollmill report {self.run.name}`{_or_extend(self.run)}"
                 )
             if self._order.settings.database_url is None:
                 # Nobody else uses an embedded database: other engines are those of earlier starts.
@@ -103,6 +103,12 @@ class OpenRun:
     def database(self) -> Database:
         assert self._database is not None, "the stack has not started"
         return self._database
+
+
+def _or_extend(run: runs.Run) -> str:
+    if run.state is not RunState.FINISHED or run.config.train.num_versions == 0:
+        return ""
+    return f", or train it further with `rollmill run extend {run.name} --versions N`"
 
 
 def run_locally(order: Order, *, console: Console) -> None:
