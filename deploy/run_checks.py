@@ -9,7 +9,7 @@ from pathlib import Path
 from common.config import RunConfig
 from common.dataset import read_lines
 from common.errors import SetupError
-from common.model_folder import read_model_shape
+from common.model_folder import is_adapter, no_model, read_model_shape
 from common.plan import check_fits_model, plan
 from common.settings import Settings
 from deploy.engine import EngineKind, check_engine_installed, check_small_context
@@ -20,6 +20,8 @@ from deploy.templates import check_template
 def with_model(config: RunConfig) -> RunConfig:
     """The configuration with absolute paths. Raises SetupError where the model is missing."""
     model = config.model.absolute()
+    if is_adapter(model):
+        raise SetupError(f"run {config.name}: {no_model(model)}")
     if not (model / "config.json").exists():
         raise SetupError(f"model folder {model} of run {config.name} holds no model: there is no config.json in it")
     return config.model_copy(

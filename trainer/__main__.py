@@ -1,6 +1,6 @@
 """Entry point of the trainer: `python -m trainer --config run.toml`, or that as torchrun's module for several ranks.
 
-`python -m trainer sft` is a warm start.
+`python -m trainer sft` is a warm start, `python -m trainer merge` makes a whole model of an adapter.
 """
 
 from __future__ import annotations
@@ -41,10 +41,14 @@ def main() -> int:
 
         sft.main(sys.argv[2:])
         return 0
+    if sys.argv[1:2] == ["merge"]:
+        from trainer import merge
+
+        return merge.main(sys.argv[2:])
     parser = argparse.ArgumentParser(
         prog="python -m trainer",
         description="Trains one run from its scored episodes.",
-        epilog="python -m trainer sft --help: a supervised warm start",
+        epilog="also: python -m trainer sft --help, a warm start; python -m trainer merge --help, for adapters",
     )
     parser.add_argument("--config", type=Path, required=True, help="the run's TOML file")
     parser.add_argument("--dry-run", action="store_true", help="say what will be done and which memory it takes")

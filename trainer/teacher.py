@@ -42,7 +42,7 @@ class LoadedTeacher:
         self._folder = folder
         self._start = start
         self._policy = policy
-        self._shape = read_model_shape(folder)
+        self._shape = read_model_shape(folder, field="train.distill.teacher")
 
     def check(self) -> None:
         theirs, ours = read_tokenizer(self._folder).get_vocab(), read_tokenizer(self._start).get_vocab()
