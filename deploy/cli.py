@@ -111,9 +111,9 @@ def up(
     settings = settings_for(data_dir)
     run_config = with_tasks(with_handler(with_model(load_run_config(config))))
     if dry_run:
-        from deploy.run_checks import print_plan
+        from deploy.start_checks import print_plan
 
-        print_plan(run_config, settings=settings, engine=engine)
+        print_plan(run_config, config_file=config, settings=settings, engine=engine, trainer=trainer)
         return
     from deploy.local_run import Order, run_locally
 

@@ -61,6 +61,16 @@ def open_run(conn: Connection, config: RunConfig) -> Run:
     return replace(run, config=config)
 
 
+def find_same(conn: Connection, config: RunConfig) -> Run | None:
+    """The run of this name, if there is one; writes nothing. Raises SetupError where `open_run` would."""
+    run = find(conn, config.name)
+    if run is None or not differences(run.config, config):
+        return run
+    if conn.execute(text("SELECT EXISTS (SELECT FROM episode_group WHERE run_id = :id)"), {"id": run.id}).scalar_one():
+        raise SetupError(_other_configuration(run.config, config))
+    return run
+
+
 def _configure_sharing(conn: Connection, run: Run, sharing: SharingConfig) -> Run:
     conn.execute(
         text("UPDATE run SET sharing = CAST(:sharing AS jsonb) WHERE id = :id"),
