@@ -107,7 +107,7 @@ class RunState(StrEnum):
     PAUSED = "PAUSED"
     """No new episodes; those in flight finish."""
     FINISHED = "FINISHED"
-    """All its versions are trained. Final."""
+    """All its versions are trained. Final, unless it is given more of them (`run_control.extend`)."""
     STOPPED = "STOPPED"
     """Somebody stopped it. Final."""
 
@@ -120,7 +120,8 @@ RUN_MOVES: Mapping[RunState, frozenset[RunState]] = MappingProxyType(
         RunState.STOPPED: frozenset(),
     }
 )
-"""Every legal move. A paused run finishes too: its last groups may have been complete when it was paused."""
+"""Every legal move, but for FINISHED -> ACTIVE with more versions. A paused run finishes too: its last groups may have
+been complete when it was paused."""
 
 
 class EngineState(StrEnum):

@@ -76,4 +76,4 @@ def estimate_memory(config: RunConfig, shape: ModelShape) -> MemoryEstimate | No
 def _teacher(distill: DistillConfig | None) -> int:
     if distill is None or distill.is_server:
         return 0
-    return FLOAT32_BYTES * (read_model_shape(Path(distill.teacher)).num_parameters or 0)
+    return FLOAT32_BYTES * (read_model_shape(Path(distill.teacher), field="train.distill.teacher").num_parameters or 0)

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from common.errors import SetupError
-from common.weights import TensorEntry, WeightsDamaged, read_safetensors_header
+from common.weights import ADAPTER_CONFIG, TensorEntry, WeightsDamaged, read_safetensors_header
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,10 +34,40 @@ class ModelShape:
         return rank * sum(self.matrices.get(module, 0) for module in modules)
 
 
-def read_model_shape(folder: Path) -> ModelShape:
-    """Read config.json and the headers of the weights. Raises SetupError that names the file and the field."""
+def is_adapter(folder: Path) -> bool:
+    """Whether the folder is a LoRA adapter's, and no model's."""
+    return (folder / ADAPTER_CONFIG).is_file() and not (folder / "config.json").exists()
+
+
+def adapter_base(folder: Path) -> Path | None:
+    """The start weights that an adapter's folder names; None = it does not say. Raises SetupError."""
+    try:
+        named = json.loads((folder / ADAPTER_CONFIG).read_text(encoding="utf-8")).get("base_model_name_or_path")
+    except (OSError, ValueError, AttributeError) as error:
+        raise SetupError(f"{folder / ADAPTER_CONFIG} cannot be read: {error}") from None
+    return Path(named) if isinstance(named, str) and named else None
+
+
+def no_model(folder: Path, *, field: str = "model") -> str:
+    """What a folder without config.json is, and what to do; `field` is where the configuration names it."""
+    if not is_adapter(folder):
+        what = "has no config.json" if folder.is_dir() else "is not there"
+        return f"model folder {folder} {what}: set `{field}` to a folder of Hugging Face format"
+    base = adapter_base(folder)
+    use = "; `rollmill eval --model` plays tasks with an adapter over them" if field == "model" else ""
+    return (
+        f"{field} = {folder} is a LoRA adapter, not a whole model: set `{field}` to its start weights"
+        f"{f', {base}' if base else ''}{use}"
+    )
+
+
+def read_model_shape(folder: Path, *, field: str = "model") -> ModelShape:
+    """Read config.json and the headers of the weights. Raises SetupError that names the file and the field.
+
+    `field` is where the run's configuration names the folder.
+    """
     path = folder / "config.json"
-    config = _read_config(folder)
+    config = _read_config(folder, field=field)
     try:
         parts = [read_safetensors_header(file) for file in sorted(folder.glob("*.safetensors"))]
     except (OSError, ValueError, WeightsDamaged) as error:
@@ -66,10 +96,10 @@ def read_context(folder: Path) -> int | None:
         raise SetupError(f"{folder / 'config.json'} does not say how long its context is: {error!r}") from None
 
 
-def _read_config(folder: Path) -> dict[str, Any]:
+def _read_config(folder: Path, *, field: str = "model") -> dict[str, Any]:
     path = folder / "config.json"
     if not path.is_file():
-        raise SetupError(f"model folder {folder} has no config.json: set `model` to a folder of Hugging Face format")
+        raise SetupError(no_model(folder, field=field))
     try:
         config: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
         # Models that also see images keep the sizes of their text part apart.

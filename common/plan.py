@@ -65,29 +65,29 @@ def _amounts(config: RunConfig) -> Iterator[tuple[str, str]]:
     num_trained = config.num_groups * rollout.group_size
     yield (
         "steps",
-        f"{train.num_versions:,} versions x {train.groups_per_step:,} groups x {rollout.group_size} episodes{extra}; "
-        f"{train.minibatches} optimizer step{'s' * (train.minibatches > 1)} each",
+        f"{counted(train.num_versions, 'version')} x {counted(train.groups_per_step, 'group')} x "
+        f"{rollout.group_size} episodes{extra}; {counted(train.minibatches, 'optimizer step')} each",
     )
     num_played = config.num_groups * config.episodes_per_group
-    yield "episodes", f"{num_trained:,} trained in {config.num_groups:,} groups; at least {num_played:,} played"
+    yield (
+        "episodes",
+        f"{num_trained:,} trained in {counted(config.num_groups, 'group')}; at least {num_played:,} played",
+    )
     per_episode = rollout.max_turns * rollout.max_tokens_per_turn
     row = f", rows of at most {rollout.max_row_tokens:,} ids" if rollout.max_row_tokens else ""
     yield (
         "tokens",
-        f"at most {per_episode:,} sampled in an episode ({rollout.max_turns} turns x {rollout.max_tokens_per_turn}), "
+        f"at most {per_episode:,} sampled in an episode "
+        f"({counted(rollout.max_turns, 'turn')} x {rollout.max_tokens_per_turn}), "
         f"{num_trained * per_episode:,} trained in the run{row}; temperature {rollout.temperature:g}, "
         f"top-p {rollout.top_p:g}",
     )
     if train.zero_variance == "refill":
         yield "refills", f"groups of equal rewards are replaced, up to {train.max_refills:,} for a step"
-    bound = (
-        f"episodes at most {train.max_staleness} version{'s' * (train.max_staleness > 1)} old"
-        if train.max_staleness
-        else "synchronous"
-    )
+    bound = f"episodes at most {counted(train.max_staleness, 'version')} old" if train.max_staleness else "synchronous"
     yield (
         "staleness",
-        f"{bound}; at most {config.groups_in_flight:,} groups "
+        f"{bound}; at most {counted(config.groups_in_flight, 'group')} "
         f"({config.groups_in_flight * config.episodes_per_group:,} episodes) in flight",
     )
 
@@ -99,7 +99,7 @@ def _objective(config: RunConfig) -> Iterator[tuple[str, str]]:
         tasks = held_out.dataset or "tasks that the handler makes"
         yield (
             "evaluation",
-            f"every {held_out.every_versions} versions and the last: {held_out.num_tasks} held-out tasks x "
+            f"{_how_often(held_out.every_versions)}: {counted(held_out.num_tasks, 'held-out task')} x "
             f"{held_out.samples_per_task}, {tasks}",
         )
     yield "advantage", train.advantage + (f", k = {train.pass_k}" if train.pass_k else "")
@@ -120,7 +120,9 @@ def _objective(config: RunConfig) -> Iterator[tuple[str, str]]:
         of = "rewards and " if train.distill.with_rewards else "nothing but "
         terms.append(f"advantages of {of}{train.distill.weight:g} x what {train.distill.teacher} thinks of each token")
     if train.overlong_tokens:
-        terms.append(f"length penalty up to {train.overlong_tokens:,} tokens, over the last {train.overlong_buffer:,}")
+        terms.append(
+            f"length penalty up to {counted(train.overlong_tokens, 'token')}, over the last {train.overlong_buffer:,}"
+        )
     if train.truncated == "mask":
         terms.append("episodes cut off for their length are left out")
     yield "also in it", "; ".join(terms) or "nothing: no KL, no entropy bonus, no length penalty"
@@ -139,9 +141,9 @@ def _rate(train: TrainConfig) -> str:
         last = train.learning_rate * train.num_versions / train.warmup_steps
         return (
             f"learning rate rising to {last:g} in the last step: the warm-up to {train.learning_rate:g} takes "
-            f"{train.warmup_steps} steps, and the run has {train.num_versions}"
+            f"{counted(train.warmup_steps, 'step')}, and the run has {train.num_versions}"
         )
-    after = f"learning rate {train.learning_rate:g} after {train.warmup_steps} steps"
+    after = f"learning rate {train.learning_rate:g} after {counted(train.warmup_steps, 'step')}"
     if train.lr_schedule == "constant":
         return f"{after}, and to the end"
     return f"{after}, {train.lr_schedule} to {train.learning_rate * train.lr_end:g} at the end"
@@ -158,18 +160,39 @@ def _correction(config: RunConfig) -> str:
     return f"importance weights per {train.correction_level}, {floor}above {train.importance_cap:g} {what}"
 
 
+def _how_often(every: int) -> str:
+    return "every version" if every == 1 else f"every {every} versions and the last"
+
+
 def _places(config: RunConfig, settings: Settings, *, engines: str, unset: str) -> Iterator[tuple[str, str]]:
     data_dir = settings.data_dir.resolve()
     yield "engines", engines
     where = masked(settings.weights_url) if settings.weights_url else str(data_dir / "weights")
-    kept = f", every {config.train.keep_version_every}th stays" if config.train.keep_version_every else ""
-    yield "weights", f"{where}/{config.name}/, a version a step; old ones are deleted when nobody needs them{kept}"
+    yield "weights", f"{where}/{config.name}/, a version a step; {_kept(config.train.keep_version_every)}"
     yield "checkpoints", f"{data_dir / 'checkpoints' / config.name}, the newest {config.train.keep_checkpoints}"
     for name, url in (("database", settings.database_url), ("broker", settings.broker_url)):
         yield name, masked(url) if url else unset
     port = settings.metrics_port
     prometheus = f", Prometheus at http://{settings.metrics_host}:{port}/metrics" if port else ""
     yield "metrics", ", ".join(["Postgres (train_step)" + prometheus, *config.tracking.sinks])
+
+
+def _kept(every: int | None) -> str:
+    if every == 1:
+        return "all of them stay"
+    but = f", but every {ordinal(every)} stays" if every else ""
+    return f"old ones are deleted when nobody needs them{but}"
+
+
+def ordinal(number: int) -> str:
+    """2nd, 3rd, 4th, 11th, 21st …"""
+    ending = {1: "st", 2: "nd", 3: "rd"}.get(number % 10, "th")
+    return f"{number}{'th' if number % 100 in (11, 12, 13) else ending}"
+
+
+def counted(number: int, what: str) -> str:
+    """`1 version`, `2 versions`."""
+    return f"{number:,} {what}{'' if number == 1 else 's'}"
 
 
 def _memory(estimate: MemoryEstimate | None) -> Iterator[tuple[str, str]]:

@@ -85,10 +85,15 @@ def open_database(settings: Settings) -> Iterator[Database]:
             database.dispose()
 
 
+def live_url(settings: Settings) -> str | None:
+    """Where a database can be asked without starting one; None = nowhere."""
+    return settings.database_url or _url_of_running_stack(settings.data_dir)
+
+
 @contextmanager
 def live_database(settings: Settings) -> Iterator[Database]:
     """The database that others work on now. Raises SetupError where none is up: changes would concern nobody."""
-    url = settings.database_url or _url_of_running_stack(settings.data_dir)
+    url = live_url(settings)
     if url is None:
         if (settings.data_dir / "run" / "lock").exists():
             with _idle_folder(settings.data_dir):

@@ -111,9 +111,9 @@ def up(
     settings = settings_for(data_dir)
     run_config = with_tasks(with_handler(with_model(load_run_config(config))))
     if dry_run:
-        from deploy.run_checks import print_plan
+        from deploy.start_checks import print_plan
 
-        print_plan(run_config, settings=settings, engine=engine)
+        print_plan(run_config, config_file=config, settings=settings, engine=engine, trainer=trainer)
         return
     from deploy.local_run import Order, run_locally
 
@@ -142,7 +142,10 @@ def up(
 def evaluate(
     config: Annotated[Path, typer.Option(help="A run's TOML file: handler, \\[rollout], \\[eval].")],
     model: Annotated[
-        Path | None, typer.Option(help="Model folder, or a version's weights.", show_default="the run's model")
+        Path | None,
+        typer.Option(
+            help="Model folder, or a version's weights, also an adapter of the run.", show_default="the run's model"
+        ),
     ] = None,
     dataset: Annotated[Path | None, typer.Option(help="JSON lines, one task a line.")] = None,
     episodes: Annotated[int | None, typer.Option(min=1, help="At most so many, rounded up to whole tasks.")] = None,
@@ -158,13 +161,18 @@ def evaluate(
     goes on.
     """
     settings = settings_for(data_dir)
-    from deploy.evaluate import Asked, eval_config, evaluate_locally
+    from deploy.evaluate import Asked, eval_config, evaluate_locally, whole_model
     from deploy.local_run import Order
 
-    asked = Asked(model=model, dataset=dataset, episodes=episodes, samples_per_task=samples)
+    run_config = load_run_config(config)
+    asked = whole_model(
+        run_config,
+        Asked(model=model, dataset=dataset, episodes=episodes, samples_per_task=samples),
+        data_dir=settings.data_dir,
+    )
     result = evaluate_locally(
         Order(
-            config=with_tasks(with_handler(with_model(eval_config(load_run_config(config), asked)))),
+            config=with_tasks(with_handler(with_model(eval_config(run_config, asked)))),
             settings=settings,
             broker=broker,
             engine=engine,
@@ -175,6 +183,7 @@ def evaluate(
             stall_limit_s=None,
         ),
         console=Console(),
+        model=model,
     )
     if result.scored < result.episodes or result.error is not None:
         raise typer.Exit(1)

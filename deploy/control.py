@@ -11,6 +11,7 @@ from rich.console import Console
 from common.dataset import content_key, key_of, read_lines
 from common.episode import RunState
 from common.errors import SetupError
+from common.storable import MAX_COUNT
 from deploy.options import DataDir, settings_for
 
 if TYPE_CHECKING:
@@ -20,7 +21,7 @@ NOTHING_TO_CANCEL = 1
 """Exit code when all that was named had ended before."""
 MAX_ID = 2**63 - 1
 
-run_app = typer.Typer(no_args_is_help=True, help="List, pause, resume and stop runs, and share the fleet out.")
+run_app = typer.Typer(no_args_is_help=True, help="List, pause, resume, stop and extend runs, and share the fleet out.")
 
 Episodes = Annotated[
     list[int] | None, typer.Option("--episode", min=1, max=MAX_ID, help="Id of an episode; may be repeated.")
@@ -66,6 +67,28 @@ def resume(run: RunName, data_dir: DataDir = None) -> None:
     with open_database(settings) as database, database.begin() as conn:
         run_control.resume(conn, run)
     _say(f"run {run} is active again")
+
+
+@run_app.command(epilog="[bold]rollmill run extend my-run --versions 400[/]")
+def extend(
+    run: RunName,
+    versions: Annotated[int, typer.Option(min=1, max=MAX_COUNT, help="train.num_versions from now on: more than now.")],
+    data_dir: DataDir = None,
+) -> None:
+    """Train a run further, also one that is finished, from where it stands. A stopped one stays so.
+
+    The learning rate then falls to its half at the new end. A trainer that runs must be started again.
+    """
+    settings = settings_for(data_dir)
+    from common.db import run_control
+    from deploy.access import open_database
+
+    with open_database(settings) as database, database.begin() as conn:
+        before = run_control.extend(conn, run, num_versions=versions)
+    _say(
+        f"run {run} now ends with version {versions} in place of {before}: set train.num_versions = {versions} in its "
+        "file, and start it, or start it again"
+    )
 
 
 @run_app.command(epilog='[bold]rollmill run stop my-run --why "the reward is broken"[/]')

@@ -12,7 +12,7 @@ import shutil
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from rich.console import Console
@@ -26,12 +26,14 @@ from common.dataset import read_lines
 from common.db import evaluations, runs, versions
 from common.db.evaluations import Evaluation
 from common.errors import SetupError
+from common.model_folder import is_adapter
 from common.object_store import open_store
 from common.settings import Settings
 from common.weights import MANIFEST
 from deploy.engine import check_engine_installed, check_small_context
 from deploy.local import LocalStack, StackAddresses, StackPlan
 from deploy.local_run import OpenRun, Order
+from deploy.merged import merged_model
 from deploy.messages import logging_to
 from deploy.progress import evaluated, short_failure
 from deploy.report import check_writable
@@ -39,6 +41,8 @@ from deploy.watch import POLL_EVERY_S, RunReader, Stack
 
 IN_FLIGHT = 256
 """Episodes at once, where a training run would leave room for its own."""
+MERGED = "merged"
+"""Folder below the data folder for models that are made of adapters."""
 NAME_LIMIT = 50
 """Characters of the run's name, before what tells its evaluations from one another."""
 
@@ -84,9 +88,18 @@ def eval_config(config: RunConfig, asked: Asked) -> RunConfig:
     )
 
 
-def evaluate_locally(order: Order, *, console: Console) -> Evaluation:
+def whole_model(config: RunConfig, asked: Asked, *, data_dir: Path) -> Asked:
+    """What was asked, with a model that an engine can be started with: a version that is an adapter is merged into the
+    run's start weights. Raises SetupError."""
+    if asked.model is None or not is_adapter(asked.model):
+        return asked
+    return replace(asked, model=merged_model(asked.model, base=config.model, root=data_dir / MERGED))
+
+
+def evaluate_locally(order: Order, *, console: Console, model: Path | None = None) -> Evaluation:
     """Play the order's run to its end, show how the model did, and write the report file.
 
+    `model` is what the user calls it; None = as the run does.
     Raises SetupError, and StopRequested after an orderly stop: the same command then goes on.
     """
     if order.report_file is not None:
@@ -113,9 +126,11 @@ def evaluate_locally(order: Order, *, console: Console) -> Evaluation:
         with opening.database.begin() as conn:
             runs.finish(conn, opening.run.id)
             (result,) = evaluations.results(conn, opening.run.name)
-    console.print(result_table(opening.run.config, result, took_s=time.monotonic() - started_s))
+    _forget_merged(order.config.model, data_dir)
+    model = (model or order.config.model).absolute()
+    console.print(result_table(opening.run.config, result, model=model, took_s=time.monotonic() - started_s))
     if order.report_file is not None:
-        document = {"run": opening.run.name, "model": str(order.config.model), **asdict(result)}
+        document = {"run": opening.run.name, "model": str(model), **asdict(result)}
         order.report_file.write_text(json.dumps(document, indent=1) + "\n")
     return result
 
@@ -130,6 +145,12 @@ def _open(opening: OpenRun, addresses: StackAddresses, settings: Settings) -> No
     published = store.publish(config.name, 0, lambda folder: _fill(folder, config.model))
     with opening.database.begin() as conn:
         versions.publish(conn, opening.run.id, 0, published)
+
+
+def _forget_merged(model: Path, data_dir: Path) -> None:
+    """Delete what was made for this evaluation alone; version 0 of its run is the same."""
+    if model.parent == data_dir / MERGED:
+        shutil.rmtree(model)
 
 
 def _fill(folder: Path, model: Path) -> None:
@@ -179,12 +200,12 @@ def _progress(console: Console) -> Iterator[Progress]:
         yield progress
 
 
-def result_table(config: RunConfig, result: Evaluation, *, took_s: float) -> Table:
+def result_table(config: RunConfig, result: Evaluation, *, model: Path, took_s: float) -> Table:
     """How the model did, and what is not in the figures."""
     table = Table.grid(padding=(0, 2))
     table.add_column(style="dim", no_wrap=True)
     table.add_column(overflow="fold")
-    table.add_row("model", escape(str(config.model)))
+    table.add_row("model", escape(str(model)))
     table.add_row("mean reward", f"[bold]{evaluated(result)}[/] (standard error over tasks)")
     for k, rate in enumerate(result.pass_at, start=1):
         if k in (1, 2, 4, 8, 16, 32, 64, len(result.pass_at)):

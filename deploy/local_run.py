@@ -84,15 +84,7 @@ class OpenRun:
             step_troubles.forget(conn, self.run.id)
             newest = versions.newest(conn, self.run.id)
             self.resumed_from_version = None if newest is None else newest.number
-            if self.run.state is RunState.PAUSED:
-                raise SetupError(
-                    f"run {self.run.name} is paused: let it go on with `rollmill run resume {self.run.name}`"
-                )
-            if self.run.state is not RunState.ACTIVE:
-                raise SetupError(
-                    f"run {self.run.name} is {self.run.state.lower()}: give the new one another name, "
-                    f"or look at the old one with `rollmill report {self.run.name}`"
-                )
+            check_goes_on(self.run)
             if self._order.settings.database_url is None:
                 # Nobody else uses an embedded database: other engines are those of earlier starts.
                 engines.forget_others(conn, [addresses.engine_url])
@@ -103,6 +95,23 @@ class OpenRun:
     def database(self) -> Database:
         assert self._database is not None, "the stack has not started"
         return self._database
+
+
+def check_goes_on(run: runs.Run) -> None:
+    """Raise SetupError for a run that is paused or over."""
+    if run.state is RunState.PAUSED:
+        raise SetupError(f"run {run.name} is paused: let it go on with `rollmill run resume {run.name}`")
+    if run.state is not RunState.ACTIVE:
+        raise SetupError(
+            f"run {run.name} is {run.state.lower()}: give the new one another name, "
+            f"or look at the old one with `rollmill report {run.name}`{_or_extend(run)}"
+        )
+
+
+def _or_extend(run: runs.Run) -> str:
+    if run.state is not RunState.FINISHED or run.config.train.num_versions == 0:
+        return ""
+    return f", or train it further with `rollmill run extend {run.name} --versions N`"
 
 
 def run_locally(order: Order, *, console: Console) -> None:

@@ -1,18 +1,15 @@
-"""Checks of a run's configuration that need more than the file: its model, its tasks, its handler. Then its plan."""
+"""Checks of a run's configuration that need more than the file: its model, its tasks, its handler."""
 
 from __future__ import annotations
 
-import sys
 from importlib.metadata import entry_points
 from pathlib import Path
 
 from common.config import RunConfig
 from common.dataset import read_lines
 from common.errors import SetupError
-from common.model_folder import read_model_shape
-from common.plan import check_fits_model, plan
-from common.settings import Settings
-from deploy.engine import EngineKind, check_engine_installed, check_small_context
+from common.model_folder import is_adapter, no_model, read_model_shape
+from common.plan import check_fits_model
 from deploy.handlers import check_handler
 from deploy.templates import check_template
 
@@ -20,6 +17,8 @@ from deploy.templates import check_template
 def with_model(config: RunConfig) -> RunConfig:
     """The configuration with absolute paths. Raises SetupError where the model is missing."""
     model = config.model.absolute()
+    if is_adapter(model):
+        raise SetupError(f"run {config.name}: {no_model(model)}")
     if not (model / "config.json").exists():
         raise SetupError(f"model folder {model} of run {config.name} holds no model: there is no config.json in it")
     return config.model_copy(
@@ -57,11 +56,3 @@ def with_handler(config: RunConfig) -> RunConfig:
     check_template(config)
     check_fits_model(config, read_model_shape(config.model))
     return config
-
-
-def print_plan(config: RunConfig, *, settings: Settings, engine: EngineKind) -> None:
-    """Say what `rollmill up` would do. Raises SetupError where it could not."""
-    check_engine_installed(engine)
-    check_small_context(engine, config)
-    engines = f"one, started here: {'the small CPU engine' if engine is EngineKind.SMALL else 'vLLM'}"
-    sys.stdout.write(plan(config, settings=settings, engines=engines, unset="embedded, in the data folder"))

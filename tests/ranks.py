@@ -31,7 +31,7 @@ from trainer.tiny import VOCAB_SIZE
 NUM_STEPS = 2
 PUT_TOGETHER = NUM_STEPS + 1
 """The checkpoint with the last weights and the optimizer's state after the first step."""
-OWNER = Owner(made_at="2026-01-02T03:04:05.000006", database="postgresql://rl:***@a/one")
+OWNER = Owner(run="one", made_at="2026-01-02T03:04:05.000006", database="postgresql://rl:***@a/one")
 SMALL_DISK_BYTES = 50_000
 TIMEOUT_S = 100.0
 

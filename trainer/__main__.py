@@ -1,6 +1,6 @@
 """Entry point of the trainer: `python -m trainer --config run.toml`, or that as torchrun's module for several ranks.
 
-`python -m trainer sft` is supervised training.
+`python -m trainer sft` is supervised training, `python -m trainer merge` makes a whole model of an adapter.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 
 ENGINES = "those that others start for the run; their weight keepers load each version"
 UNSET = "none named: the trainer will not start"
+CHECKED = f"{'start':<13} checked: "
 STOPPED = 128 + signal.SIGTERM
 
 
@@ -41,27 +42,42 @@ def main() -> int:
 
         _on_stop(lambda: sys.exit(STOPPED))
         return sft.main(sys.argv[2:])
+    if sys.argv[1:2] == ["merge"]:
+        from trainer import merge
+
+        return merge.main(sys.argv[2:])
     parser = argparse.ArgumentParser(
         prog="python -m trainer",
         description="Trains one run from its scored episodes.",
-        epilog="python -m trainer sft --help: supervised training, also on a run's rewarded episodes",
+        epilog="also: python -m trainer sft --help, supervised training; python -m trainer merge --help, for adapters",
     )
     parser.add_argument("--config", type=Path, required=True, help="the run's TOML file")
     parser.add_argument("--dry-run", action="store_true", help="say what will be done and which memory it takes")
+    parser.add_argument("--check", action="store_true", help="say only what of the start was checked")
     arguments = parser.parse_args()
     _on_stop(lambda: sys.exit(STOPPED))
     try:
-        setup_logging(settings().log_level)
+        only_says = arguments.dry_run or arguments.check
+        # What libraries log as they are loaded is no answer.
+        setup_logging("WARNING" if only_says else settings().log_level)
         config = load_run_config(arguments.config)
-        if arguments.dry_run:
-            check_installed(config.tracking)
-            sys.stdout.write(plan(config, settings=settings(), engines=ENGINES, unset=UNSET))
+        if only_says:
+            _say_before(config, with_plan=arguments.dry_run)
             return 0
         num_ranks = int(os.environ.get("WORLD_SIZE", "1"))
         return 0 if (run_rank(config) if num_ranks > 1 else run_trainer(config)) else STOPPED
     except (SetupError, DatabaseUnavailable) as error:
         sys.stderr.write(f"trainer: {error}\n")
         return 2
+
+
+def _say_before(config: RunConfig, *, with_plan: bool) -> None:
+    """What will be done, if asked, and what of the start was checked; nothing at all where something is amiss."""
+    planned = plan(config, settings=settings(), engines=ENGINES, unset=UNSET) if with_plan else ""
+    from trainer.preflight import check_start
+
+    checked = [f"{CHECKED if with_plan else ''}{line}\n" for line in check_start(config)]
+    sys.stdout.write(planned + "".join(checked))
 
 
 def run_rank(config: RunConfig) -> bool:

@@ -281,6 +281,7 @@ class GroupSource:
 
     def _finish_run(self) -> None:
         with self.database.begin() as conn:
+            runs.check_end(conn, self.run)
             runs.finish(conn, self.run.id)
 
 

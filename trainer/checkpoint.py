@@ -32,6 +32,8 @@ class CheckpointDamaged(SetupError):
 class Owner:
     """Whose checkpoints they are: a run of another database may have the same name. Written into each of them."""
 
+    run: str
+    """The run's name."""
     made_at: str
     """When the run was made, in ISO 8601 with microseconds; goes with the run into a copy of its database."""
     database: str
@@ -67,7 +69,7 @@ class CheckpointStore:
             found = _owner_in(self.path(number))
             if found.get("made_at", self._owner.made_at) != self._owner.made_at:
                 raise SetupError(
-                    f"{self.path(number)} is of run {self._run} of database {found.get('database')}, made "
+                    f"{self.path(number)} is of {_named(found.get('run'))} of database {found.get('database')}, made "
                     f"{found['made_at']}, and this is run {self._run} of database {self._owner.database}, made "
                     f"{self._owner.made_at}: take another name or ROLLMILL_DATA_DIR, or delete "
                     f"{self.path(number).parent} if nobody goes on with that run"
@@ -103,6 +105,11 @@ def write_whole(tensors: Mapping[str, torch.Tensor], folder: Path, owner: Mappin
     """Write the state of a trainer that is one process, as one file."""
     state = {name: tensor.contiguous() for name, tensor in tensors.items()}
     save_file(state, folder / STATE_FILE, metadata=None if owner is None else dict(owner))
+
+
+def _named(run: str | None) -> str:
+    """A run by the name that its checkpoint gives; those of before gave none."""
+    return "a run" if run is None else f"run {run}"
 
 
 def _owner_in(folder: Path) -> Mapping[str, str]:

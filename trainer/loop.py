@@ -230,6 +230,7 @@ class Trainer:
 
     def _finish(self) -> bool:
         with self.database.begin() as conn:
+            runs.check_end(conn, self.run)
             runs.finish(conn, self.run.id)
         return True
 
@@ -263,7 +264,7 @@ def make_trainer(
     policy = Policy.load(run.config, ranks=ranks)
     with database.begin() as conn:
         made_at = runs.made_at(conn, run.id)
-    owner = Owner(made_at=made_at.isoformat(), database=database.engine.url.render_as_string())
+    owner = Owner(run=run.name, made_at=made_at.isoformat(), database=database.engine.url.render_as_string())
     return Trainer(
         run=run,
         database=database,

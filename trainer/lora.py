@@ -35,10 +35,7 @@ def with_adapter(model: PreTrainedModel, *, train: TrainConfig, seed: int) -> Pr
     from peft import LoraConfig, get_peft_model
 
     assert train.lora_rank is not None
-    names = {name.rpartition(".")[2] for name, module in model.named_modules() if isinstance(module, torch.nn.Linear)}
-    modules = train.lora_modules or tuple(name for name in LORA_MODULES if name in names)
-    if unknown := [name for name in modules if name not in names]:
-        raise SetupError(f"train.lora_modules: the model has no linear layer {unknown[0]}, it has {sorted(names)}")
+    modules = adapted_layers(model, train=train)
     config = LoraConfig(
         task_type="CAUSAL_LM",
         r=train.lora_rank,
@@ -53,6 +50,15 @@ def with_adapter(model: PreTrainedModel, *, train: TrainConfig, seed: int) -> Pr
         adapted = get_peft_model(model, config)
     # It passes calls and attributes on to the model; only to the type checker it is something else.
     return cast(PreTrainedModel, adapted)
+
+
+def adapted_layers(model: PreTrainedModel, *, train: TrainConfig) -> tuple[str, ...]:
+    """Names of the layers that the adapter is on. Raises SetupError for a name that no layer has."""
+    names = {name.rpartition(".")[2] for name, module in model.named_modules() if isinstance(module, torch.nn.Linear)}
+    modules = train.lora_modules or tuple(name for name in LORA_MODULES if name in names)
+    if unknown := [name for name in modules if name not in names]:
+        raise SetupError(f"train.lora_modules: the model has no linear layer {unknown[0]}, it has {sorted(names)}")
+    return modules
 
 
 def without_adapter(model: Any) -> AbstractContextManager[None]:

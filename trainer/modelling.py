@@ -18,6 +18,7 @@ from transformers.utils.logging import disable_progress_bar
 
 from common.config_train import TrainConfig
 from common.errors import SetupError
+from common.model_folder import no_model
 from trainer.samples import Batch
 
 ROW_BY_ROW = "rollmill_rows"
@@ -91,10 +92,11 @@ def as_single_rows(model: PreTrainedModel, *, train: TrainConfig) -> Iterator[No
         model.set_attn_implementation(ROW_BY_ROW)
 
 
-def load_model(folder: Path) -> PreTrainedModel:
-    """The model of a folder in float32. Raises SetupError that names the folder."""
+def load_model(folder: Path, *, field: str = "model") -> PreTrainedModel:
+    """The model of a folder in float32; `field` is where the configuration names it. Raises SetupError that names the
+    folder."""
     if not (folder / "config.json").is_file():
-        raise SetupError(f"model folder {folder} has no config.json: set `model` to a folder of Hugging Face format")
+        raise SetupError(no_model(folder, field=field))
     # stderr is the log.
     disable_progress_bar()
     try:

@@ -104,7 +104,9 @@ class Policy:
             top_p=config.rollout.top_p,
             seed=config.seed,
             reference=None if train.kl == "none" or under_adapter else load_model(config.model),
-            teacher=None if distill is None or distill.is_server else load_model(Path(distill.teacher)),
+            teacher=None
+            if distill is None or distill.is_server
+            else load_model(Path(distill.teacher), field="train.distill.teacher"),
             ranks=ranks,
         )
         policy._check_fits(config.rollout.max_row_tokens or 0)

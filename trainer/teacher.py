@@ -17,10 +17,13 @@ from common.config import RunConfig
 from common.errors import RollmillError, SetupError
 from common.model_folder import read_model_shape
 from trainer.check_input import check_rows
+from trainer.failures import TeacherUnavailable
 from trainer.policy import Policy
 from trainer.samples import RowKey, Sample
 from trainer.teacher_server import ServedTeacher
 
+CHECK_TIMEOUT_S = 5.0
+"""Of one request, where a person waits for the answer."""
 MAX_LOGPROB = 1e-3
 """Above 0 only by rounding."""
 
@@ -42,17 +45,10 @@ class LoadedTeacher:
         self._folder = folder
         self._start = start
         self._policy = policy
-        self._shape = read_model_shape(folder)
+        self._shape = read_model_shape(folder, field="train.distill.teacher")
 
     def check(self) -> None:
-        theirs, ours = read_tokenizer(self._folder).get_vocab(), read_tokenizer(self._start).get_vocab()
-        if theirs == ours:
-            return
-        token, token_id = min((ours.items() ^ theirs.items()), key=lambda item: (item[1], item[0]))
-        raise SetupError(
-            f"train.distill.teacher = {self._folder} has another tokenizer than model = {self._start}: id {token_id} "
-            f"is {token!r} in only one of them. A teacher of another vocabulary has no log-probs of these ids"
-        )
+        check_same_tokenizer(self._folder, start=self._start)
 
     def logprobs(self, samples: Sequence[Sample]) -> Mapping[RowKey, np.ndarray]:
         try:
@@ -70,6 +66,39 @@ def make_teacher(config: RunConfig, policy: Policy) -> Teacher | None:
     if distill.is_server:
         return ServedTeacher(distill, tokenizer=read_tokenizer(config.model))
     return LoadedTeacher(Path(distill.teacher), start=config.model, policy=policy)
+
+
+def check_teacher(config: RunConfig) -> None:
+    """What the start checks of the run's teacher, without its weights and without waiting for one that is away.
+
+    Raises SetupError.
+    """
+    distill = config.train.distill
+    assert distill is not None, f"run {config.name} has no teacher"
+    if not distill.is_server:
+        read_model_shape(Path(distill.teacher), field="train.distill.teacher")
+        check_same_tokenizer(Path(distill.teacher), start=config.model)
+        return
+    quick = distill.model_copy(update={"request_timeout_s": min(distill.request_timeout_s, CHECK_TIMEOUT_S)})
+    try:
+        ServedTeacher(quick, tokenizer=read_tokenizer(config.model)).check()
+    except TeacherUnavailable as error:
+        raise SetupError(
+            f"train.distill.teacher = {distill.teacher} is away: {error}. Start it before the run"
+        ) from None
+
+
+def check_same_tokenizer(teacher: Path, *, start: Path) -> None:
+    """Raise SetupError with the first id that is another one in the teacher's folder than in that of the start
+    weights."""
+    theirs, ours = read_tokenizer(teacher).get_vocab(), read_tokenizer(start).get_vocab()
+    if theirs == ours:
+        return
+    token, token_id = min((ours.items() ^ theirs.items()), key=lambda item: (item[1], item[0]))
+    raise SetupError(
+        f"train.distill.teacher = {teacher} has another tokenizer than model = {start}: id {token_id} "
+        f"is {token!r} in only one of them. A teacher of another vocabulary has no log-probs of these ids"
+    )
 
 
 def read_tokenizer(folder: Path) -> Tokenizer:

@@ -1,4 +1,4 @@
-"""Pausing, resuming and stopping a run: each is compare-and-set on its state, and says what it may not do."""
+"""Pausing, resuming, stopping and extending a run: each is one transaction, and says what it may not do."""
 
 from __future__ import annotations
 
@@ -29,6 +29,24 @@ def pause(conn: Connection, name: str) -> None:
 def resume(conn: Connection, name: str) -> None:
     """Let a paused run go on where it stood."""
     _move(conn, name, RunState.ACTIVE)
+
+
+def extend(conn: Connection, name: str, *, num_versions: int) -> int:
+    """Let the run be trained up to this version, also when it is finished; returns the number up to now.
+
+    The feeder follows at once. A trainer that runs keeps the number that it was started with, and does not finish the
+    run. Raises SetupError for a run that is stopped or trains nothing, and for a number that is not more.
+    """
+    run = runs.require(conn, name, lock=True)
+    before = run.config.train.num_versions
+    if run.state is RunState.STOPPED:
+        raise SetupError(f"run {name} is stopped, and stays so: give a new one another name")
+    if before == 0:
+        raise SetupError(f"run {name} trains nothing: it is an evaluation, and cannot be extended")
+    if num_versions <= before:
+        raise SetupError(f"run {name} has {before} versions already: --versions {num_versions} is not more")
+    runs.extend(conn, run.id, num_versions=num_versions)
+    return before
 
 
 def stop(conn: Connection, name: str, *, why: str) -> Stopped:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from datetime import datetime
 from typing import Any
@@ -54,11 +55,21 @@ def open_run(conn: Connection, config: RunConfig) -> Run:
         {"id": run.id, "config": document},
     )
     if changed.rowcount == 0:
-        raise SetupError(f"run {config.name} exists with another configuration: {_difference(run.config, config)}")
+        raise SetupError(_other_configuration(run.config, config))
     # The trainer publishes the start weights again: they may be another model's now.
     for table in ("evaluation_point", "policy_version"):
         conn.execute(text(f"DELETE FROM {table} WHERE run_id = :id"), {"id": run.id})
     return replace(run, config=config)
+
+
+def find_same(conn: Connection, config: RunConfig) -> Run | None:
+    """The run of this name, if there is one; writes nothing. Raises SetupError where `open_run` would."""
+    run = find(conn, config.name)
+    if run is None or not differences(run.config, config):
+        return run
+    if conn.execute(text("SELECT EXISTS (SELECT FROM episode_group WHERE run_id = :id)"), {"id": run.id}).scalar_one():
+        raise SetupError(_other_configuration(run.config, config))
+    return run
 
 
 def _configure_sharing(conn: Connection, run: Run, sharing: SharingConfig) -> Run:
@@ -84,10 +95,38 @@ def set_sharing(conn: Connection, run_id: int, sharing: SharingConfig) -> None:
     )
 
 
-def _difference(old: RunConfig, new: RunConfig) -> str:
-    before, after = json.loads(old.model_dump_json()), json.loads(new.model_dump_json())
-    changed = [f"{key}: {before[key]} -> {after[key]}" for key in after if before[key] != after[key]]
-    return "; ".join(changed) + ". Take another name, or the old values"
+def _other_configuration(old: RunConfig, new: RunConfig) -> str:
+    before, after = old.train.num_versions, new.train.num_versions
+    extended = old.model_copy(update={"train": old.train.model_copy(update={"num_versions": after})})
+    advice = "Take another name, or the old values"
+    if after > before and differences(extended, new) == []:
+        advice = f"`rollmill run extend {new.name} --versions {after}` trains it further"
+    return f"run {new.name} exists with another configuration: {', '.join(differences(old, new))}. {advice}"
+
+
+def differences(old: RunConfig, new: RunConfig) -> list[str]:
+    """Each field that makes another run, as `section.field old -> new`, in the order of the configuration."""
+    left_out = {"sharing", "tracking"}
+    return list(
+        _differences("", old.model_dump(mode="json", exclude=left_out), new.model_dump(mode="json", exclude=left_out))
+    )
+
+
+def _differences(path: str, old: Any, new: Any) -> Iterator[str]:
+    if isinstance(old, dict) and isinstance(new, dict):
+        for key in {**new, **old}:
+            yield from _differences(f"{path}.{key}" if path else key, old.get(key), new.get(key))
+    elif old != new:
+        yield f"{path} {_shown(old)} -> {_shown(new)}"
+
+
+def _shown(value: Any) -> str:
+    """A value as in the file; of a section as a whole only the fields that say something."""
+    if value is None:
+        return "not set"
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{key} = {_shown(part)}" for key, part in value.items() if part is not None) + "}"
+    return value if isinstance(value, str) else json.dumps(value)
 
 
 def find(conn: Connection, name: str) -> Run | None:
@@ -118,6 +157,30 @@ def active(conn: Connection) -> list[Run]:
 def finish(conn: Connection, run_id: int) -> None:
     """Mark a run whose last version is published, unless somebody has stopped it."""
     move(conn, run_id, RunState.FINISHED)
+
+
+def check_end(conn: Connection, run: Run) -> None:
+    """Raise SetupError if the run has been given more versions since it was read. Its row stays locked."""
+    now = require(conn, run.name, lock=True).config.train.num_versions
+    if now > run.config.train.num_versions:
+        raise SetupError(
+            f"run {run.name} was extended to {now} versions after its trainer was started for "
+            f"{run.config.train.num_versions}: set train.num_versions to {now} in its file and start it again"
+        )
+
+
+def extend(conn: Connection, run_id: int, *, num_versions: int) -> None:
+    """Let the run go on to this version; one that is FINISHED is ACTIVE again. With its row locked."""
+    conn.execute(
+        text(
+            """
+            UPDATE run SET config = jsonb_set(config, '{train,num_versions}', to_jsonb(CAST(:num_versions AS int))),
+                   state = CASE state WHEN 'FINISHED' THEN 'ACTIVE' ELSE state END, finished_at = NULL
+             WHERE id = :id
+            """
+        ),
+        {"id": run_id, "num_versions": num_versions},
+    )
 
 
 def move(conn: Connection, run_id: int, to: RunState) -> bool:

@@ -127,5 +127,5 @@ def test_a_run_without_groups_takes_a_corrected_configuration(database: Database
     assert error_of(database, run) is None
     Feeder(database, unheard).round()
     assert tasks_of(database, run)
-    with pytest.raises(SetupError, match="exists with another configuration: handler: calculator -> shell"):
+    with pytest.raises(SetupError, match=r"exists with another configuration: handler calculator -> shell\. Take"):
         make_run(database, "run", handler="shell")

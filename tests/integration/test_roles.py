@@ -159,6 +159,7 @@ def train(cast: Cast, world: World) -> list[int]:
         steps.finish_step(conn, step, published=PUBLISHED, metrics={"loss": 0.5}, trained=trained)
         heavier = world.run.config.model_copy(update={"sharing": SharingConfig(weight=2)})
         assert runs.open_run(conn, heavier).config == heavier
+        runs.check_end(conn, run)
         runs.finish(conn, run.id)
     return [episode.episode_id for episode in loaded]
 

@@ -153,3 +153,34 @@ def test_a_teacher_is_named_and_takes_memory_only_where_it_is_loaded() -> None:
     shape = read_model_shape(MODEL)
     memory = [estimate_memory(config, shape) for config in (loaded, served)]
     assert [one and one.reference for one in memory] == [4 * NUM_PARAMETERS, 0]
+
+
+@pytest.mark.parametrize(
+    ("every", "expected"),
+    [
+        (None, "; old ones are deleted when nobody needs them"),
+        (1, "; all of them stay"),
+        (2, "; old ones are deleted when nobody needs them, but every 2nd stays"),
+        (12, "; old ones are deleted when nobody needs them, but every 12th stays"),
+        (23, "; old ones are deleted when nobody needs them, but every 23rd stays"),
+    ],
+)
+def test_which_versions_stay_is_said_as_one_says_it(every: int | None, expected: str) -> None:
+    said = lines_of(run_config(train={"keep_version_every": every}))
+    assert said["weights"].endswith(f"a version a step{expected}")
+
+
+def test_one_of_a_thing_is_said_without_an_s() -> None:
+    said = lines_of(
+        run_config(
+            rollout={"max_turns": 1},
+            train={"num_versions": 1, "groups_per_step": 1, "minibatches": 1, "max_staleness": 0, "warmup_steps": 1},
+            eval={"every_versions": 1, "num_tasks": 1},
+        )
+    )
+    assert said["steps"] == "1 version x 1 group x 8 episodes; 1 optimizer step each"
+    assert "trained in 1 group;" in said["episodes"]
+    assert "(1 turn x 40)" in said["tokens"]
+    assert said["staleness"] == "synchronous; at most 1 group (8 episodes) in flight"
+    assert said["evaluation"].startswith("every version: 1 held-out task x ")
+    assert "after 1 step," in said["optimizer"]

@@ -294,6 +294,7 @@ def test_dry_run_checks_all_of_it_says_what_it_would_do_and_starts_nothing(tmp_p
     assert result.exit_code == 0, result.output
     assert "engines       one, started here: the small CPU engine\n" in result.output
     assert f"weights       {data_dir}/weights/mine/, a version a step" in result.output
+    assert "start         checked: Qwen3ForCausalLM computes with attention sdpa\n" in result.output
     assert not data_dir.exists()
 
     (tmp_path / "run.toml").write_text((tmp_path / "run.toml").read_text() + "[rollout]\nmax_row_tokens = 600\n")

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -7,11 +9,14 @@ from rich.console import Console
 
 from common.config import EvalConfig, RunConfig
 from common.db.evaluations import Evaluation
+from common.errors import SetupError
+from common.weights import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 from deploy.curve import held_out_points
 from deploy.display import plain_line, render
-from deploy.evaluate import Asked, eval_config, result_table
+from deploy.evaluate import Asked, eval_config, result_table, whole_model
 from deploy.local import StackAddresses, StackPlan, work_specs
 from deploy.progress import evaluated, last_evaluation
+from deploy.run_checks import with_model
 from deploy.summary import figures
 from tests.unit.deploy.samples import make_report, make_snapshot, make_summary, make_view
 
@@ -99,7 +104,8 @@ def test_a_mean_of_zero_is_shown_and_a_missing_one_is_not_zero() -> None:
 @pytest.mark.parametrize(("lost", "shown"), [({}, "none"), ({"failed": 2, "scored": 78}, "2 failed")])
 def test_the_table_names_what_is_not_in_the_figures(lost: dict[str, int], shown: str) -> None:
     lines = dict(
-        line.split(maxsplit=1) for line in said(result_table(CONFIG, make_evaluation(**lost), took_s=3)).splitlines()
+        line.split(maxsplit=1)
+        for line in said(result_table(CONFIG, make_evaluation(**lost), model=CONFIG.model, took_s=3)).splitlines()
     )
     assert lines["pass@4"].strip() == "0.750"
     assert lines["not"].split(maxsplit=1)[1].strip() == shown
@@ -120,3 +126,27 @@ def test_the_live_display_shows_the_last_evaluation_and_the_one_under_way() -> N
     assert "0.50 ± 0.02 at version 10" in line
     assert "version 20: 9 of 32 episodes" in line
     assert "held out 0.50 ± 0.02" in plain_line(view)
+
+
+def make_adapter(folder: Path, *, base: Path | None) -> Path:
+    folder.mkdir()
+    (folder / ADAPTER_CONFIG).write_text(json.dumps({"base_model_name_or_path": base and str(base)}))
+    (folder / ADAPTER_WEIGHTS).write_bytes(b"")
+    return folder
+
+
+def test_an_adapter_that_names_other_start_weights_than_the_run_is_refused_with_both(tmp_path: Path) -> None:
+    adapter = make_adapter(tmp_path / "adapter", base=tmp_path)
+    with pytest.raises(SetupError, match=f"{adapter} was trained over {tmp_path}, and the run's model is /model: "):
+        whole_model(CONFIG, replace(NOTHING, model=adapter), data_dir=tmp_path)
+    other = make_adapter(tmp_path / "other", base=None)
+    on_adapter = CONFIG.model_copy(update={"model": adapter})
+    with pytest.raises(SetupError, match=f"model = {adapter} is an adapter too"):
+        whole_model(on_adapter, replace(NOTHING, model=other), data_dir=tmp_path)
+    assert whole_model(CONFIG, replace(NOTHING, model=tmp_path), data_dir=tmp_path).model == tmp_path
+
+
+def test_a_run_file_whose_model_is_an_adapter_is_told_what_to_do(tmp_path: Path) -> None:
+    adapter = make_adapter(tmp_path / "adapter", base=Path("/start"))
+    with pytest.raises(SetupError, match=f"run mine: model = {adapter} is a LoRA adapter, .* start weights, /start; "):
+        with_model(CONFIG.model_copy(update={"model": adapter}))

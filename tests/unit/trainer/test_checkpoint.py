@@ -88,9 +88,9 @@ def test_damage_is_refused_with_the_folder_and_the_file(store: CheckpointStore, 
 
 
 def test_checkpoint_of_a_run_that_has_only_the_name_in_common_is_refused_with_both_databases(tmp_path: Path) -> None:
-    mine = Owner(made_at="2026-01-02T03:04:05.000006", database="postgresql://rl:***@a/one")
-    other = Owner(made_at="2026-01-02T03:04:05.000007", database="postgresql://rl:***@b/two")
-    moved = Owner(made_at=mine.made_at, database="postgresql://rl:***@c/restored")
+    mine = Owner(run="run-a", made_at="2026-01-02T03:04:05.000006", database="postgresql://rl:***@a/one")
+    other = Owner(run="run-a", made_at="2026-01-02T03:04:05.000007", database="postgresql://rl:***@b/two")
+    moved = Owner(run="run-a", made_at=mine.made_at, database="postgresql://rl:***@c/restored")
     CheckpointStore(tmp_path, "run-a").save(1, SAVE)
     folder = CheckpointStore(tmp_path, "run-a", owner=mine).save(2, SAVE)
     CheckpointStore(tmp_path, "run-a", owner=moved).check_owner()
@@ -102,3 +102,12 @@ def test_checkpoint_of_a_run_that_has_only_the_name_in_common_is_refused_with_bo
     )
     (folder / STATE_FILE).write_bytes(b"nothing")
     CheckpointStore(tmp_path, "run-a", owner=other).check_owner()
+
+
+def test_checkpoint_that_came_from_a_run_of_another_name_is_refused_with_both_names(tmp_path: Path) -> None:
+    theirs = Owner(run="theirs", made_at="2026-01-02T03:04:05.000006", database="postgresql://rl:***@a/one")
+    CheckpointStore(tmp_path, "theirs", owner=theirs).save(2, SAVE)
+    (tmp_path / "theirs").rename(tmp_path / "mine")
+    mine = Owner(run="mine", made_at="2026-01-02T03:04:05.000007", database=theirs.database)
+    with pytest.raises(SetupError, match=r"000002 is of run theirs of .* and this is run mine of "):
+        CheckpointStore(tmp_path, "mine", owner=mine).check_owner()
