@@ -183,4 +183,4 @@ def test_one_of_a_thing_is_said_without_an_s() -> None:
     assert "(1 turn x 40)" in said["tokens"]
     assert said["staleness"] == "synchronous; at most 1 group (8 episodes) in flight"
     assert said["evaluation"].startswith("every version: 1 held-out task x ")
-    assert "after 1 step," in said["optimizer"]
+    assert "takes 1 step, and the run has 1;" in said["optimizer"]

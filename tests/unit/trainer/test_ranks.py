@@ -178,7 +178,7 @@ def test_parts_of_another_model_or_run_are_refused(of_two_ranks: Path, start_fol
     checkpoints = CheckpointStore(of_two_ranks / "checkpoints", "uneven", owner=replace(OWNER, made_at="later"))
     with pytest.raises(SetupError, match=r"another model: model\.\S+ is None there, .* here"):
         policy_of(CASES["lora"], start=start_folder).restore(checkpoints.load(1))
-    with pytest.raises(SetupError, match=f"is of run uneven of database .*, made {OWNER.made_at}, and this is run"):
+    with pytest.raises(SetupError, match=f"is of run one of database .*, made {OWNER.made_at}, and this is run"):
         checkpoints.check_owner()
 
 
