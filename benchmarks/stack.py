@@ -20,7 +20,7 @@ from deploy.process import ProcessSpec, Restart
 from deploy.rabbitmq import prepare_rabbitmq
 from deploy.supervisor import CrashPolicy, Supervisor
 
-NEVER_GIVE_UP = CrashPolicy(soon_s=0.0)
+NEVER_GIVE_UP = CrashPolicy(soon_s=0.0, failed_soon_s=0.0, lived_s=0.0)
 """No end counts as a crash soon after the start: here it is us who end the processes."""
 
 

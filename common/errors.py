@@ -19,6 +19,20 @@ class RollmillError(Exception):
 class SetupError(RollmillError):
     """Something outside the program is missing or wrong. The message is one line that says what to do."""
 
+    exit_code = 2
+    """With which a process ends that says so."""
+
+
+class StillAway(SetupError):
+    """What a process waited for did not come back in time. Nobody need mend the process: it may be started again."""
+
+    exit_code = 75
+    """As sysexits.h has it: try again later."""
+
+
+EXIT_SETUP = SetupError.exit_code
+EXIT_AWAY = StillAway.exit_code
+
 
 class EpisodeError(RollmillError):
     """An attempt failed for a reason of infrastructure; the stage retries it while attempts last."""

@@ -27,7 +27,7 @@ LOOK_EVERY_S = 2.0
 """How often the database is asked whether the engine is still wanted."""
 NOTICED_S = 1.0
 """After it, every worker has read that the engine takes no new work."""
-CRASHES = CrashPolicy(max_in_row=5, soon_s=120.0, backoff_s=1.0)
+CRASHES = CrashPolicy(max_in_row=5, soon_s=120.0, failed_soon_s=120.0, backoff_s=1.0)
 """A server that ends while it loads its model has not lived."""
 
 

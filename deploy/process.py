@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import textwrap
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -19,6 +20,7 @@ from deploy import child
 from deploy.child import Identity
 
 TAIL_LINES = 12
+MAX_LINE_CHARS = 400
 TAIL_BYTES = 32_768
 READ_BYTES = 1 << 20
 
@@ -127,6 +129,11 @@ class Process:
                 seen = seen[-max(map(len, causes)) :] + read
                 found |= {words for words in causes if words in seen}
         return [cause for words, cause in causes.items() if words in found]
+
+    def last_line(self) -> str | None:
+        """The last line that it wrote since its start: where it ended with an error, that. None = it said nothing."""
+        line = next((line.strip() for line in reversed(self._last_lines()) if line.strip()), None)
+        return line and textwrap.shorten(line, MAX_LINE_CHARS, placeholder=" …")
 
     def log_tail(self) -> str:
         """The last lines that it wrote since its start, indented."""

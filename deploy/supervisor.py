@@ -21,7 +21,7 @@ from signal import Signals
 from types import FrameType, TracebackType
 from typing import Self
 
-from common.errors import RollmillError, SetupError
+from common.errors import EXIT_SETUP, RollmillError, SetupError
 from deploy.folder import DataFolder
 from deploy.leftovers import end_leftovers, mark_of, remove_record, write_record
 from deploy.process import Process, ProcessSpec, Restart
@@ -81,10 +81,27 @@ class CrashPolicy:
 
     max_in_row: int = 5
     """This many ends in a row, each soon after its start, stop everything."""
+    max_setup_errors: int = 3
+    """This many in a row with EXIT_SETUP, within lived_s of the start, stop everything: a person must mend what is
+    wrong, and how long a process takes to find out says how busy the machine is."""
     soon_s: float = 10.0
-    """An end later than this after the start begins a new row."""
+    """A process that is killed later than this after its start begins a new row."""
+    failed_soon_s: float = 60.0
+    """The same for one that ends by itself: on a busy machine it takes long to get anywhere."""
+    lived_s: float = 600.0
+    """The same for one that ends with EXIT_SETUP."""
     backoff_s: float = 0.25
     """Pause before the first restart; doubles with each crash of the row."""
+
+    def is_soon(self, exit_code: int, ran_s: float) -> bool:
+        """Whether an end goes on with the row."""
+        if exit_code == EXIT_SETUP:
+            return ran_s < self.lived_s
+        return ran_s < (self.soon_s if exit_code < 0 else self.failed_soon_s)
+
+    def is_enough(self, exit_code: int, in_row: int) -> bool:
+        """Whether that many ends in a row, of which this is the last, stop everything."""
+        return in_row >= (self.max_setup_errors if exit_code == EXIT_SETUP else self.max_in_row)
 
 
 class Unit:
@@ -276,14 +293,15 @@ class Supervisor:
             unit.state = State.FINISHED
             logger.info("process=%s is finished", unit.spec.name)
             return
-        ran_s = time.monotonic() - unit.process.started_at
-        unit.crashes_in_row = unit.crashes_in_row + 1 if ran_s < self._policy.soon_s else 1
-        if unit.crashes_in_row >= self._policy.max_in_row:
+        is_soon = self._policy.is_soon(exit_code, time.monotonic() - unit.process.started_at)
+        unit.crashes_in_row = unit.crashes_in_row + 1 if is_soon else 1
+        if self._policy.is_enough(exit_code, unit.crashes_in_row):
             raise unit.failure(f"{unit.last_exit}, {unit.crashes_in_row} times in a row")
         pause_s = min(self._policy.backoff_s * 2 ** (unit.crashes_in_row - 1), MAX_BACKOFF_S)
         unit.state = State.WAITING
         unit.restart_at = time.monotonic() + pause_s
-        logger.warning("process=%s %s; starting it again in %.2f s", unit.spec.name, unit.last_exit, pause_s)
+        reason = f"{unit.last_exit}: {last}" if (last := unit.process.last_line()) else unit.last_exit
+        logger.warning("process=%s %s; starting it again in %.2f s", unit.spec.name, reason, pause_s)
 
     def _stop_layer(self, layer: list[Unit]) -> None:
         stopping = [unit for unit in layer if unit.runs]

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from common.config import RunConfig, load_run_config
-from common.errors import DatabaseUnavailable, SetupError
+from common.errors import EXIT_AWAY, DatabaseUnavailable, SetupError
 from common.log import setup_logging
 from common.model_folder import read_model_shape
 from common.plan import check_fits_model, plan
@@ -35,7 +35,8 @@ STOPPED = 128 + signal.SIGTERM
 def main() -> int:
     """Train one run to its end.
 
-    Exit code 0 = the run is over, STOPPED = told to stop before that, 2 = something outside has to be mended.
+    Exit code 0 = the run is over, STOPPED = told to stop before that, 2 = something outside has to be mended,
+    75 = something outside is away for too long: started again, it goes on.
     """
     if sys.argv[1:2] == ["sft"]:
         from trainer import sft
@@ -68,7 +69,7 @@ def main() -> int:
         return 0 if (run_rank(config) if num_ranks > 1 else run_trainer(config)) else STOPPED
     except (SetupError, DatabaseUnavailable) as error:
         sys.stderr.write(f"trainer: {error}\n")
-        return 2
+        return error.exit_code if isinstance(error, SetupError) else EXIT_AWAY
 
 
 def _say_before(config: RunConfig, *, with_plan: bool) -> None:

@@ -13,7 +13,7 @@ from typing import TypeVar
 from common.db import step_troubles
 from common.db.session import Database
 from common.db.steps import Step
-from common.errors import DatabaseUnavailable, RollmillError, SetupError
+from common.errors import DatabaseUnavailable, RollmillError, SetupError, StillAway
 from common.weights import WeightsUnavailable
 
 logger = logging.getLogger(__name__)
@@ -40,7 +40,7 @@ def outlast_outage(action: Callable[[], T], *, stop: threading.Event, limit_s: f
     """What `action` returns, called again while what it needs is away; None = `stop` was set meanwhile.
 
     The commit of a call that failed may have arrived: `action` must bear being done already. Waits for whichever is
-    away, for `limit_s`; then raises SetupError.
+    away, for `limit_s`; then raises StillAway.
     """
     deadline = time.monotonic() + limit_s
     while True:
@@ -50,7 +50,7 @@ def outlast_outage(action: Callable[[], T], *, stop: threading.Event, limit_s: f
             what = next(name for kind, name in AWAY.items() if isinstance(error, kind))
             left_s = deadline - time.monotonic()
             if left_s <= 0:
-                raise SetupError(
+                raise StillAway(
                     f"the {what} is away for {limit_s:.0f} s: {error}. Bring it back and start the trainer again; "
                     "it goes on from the last version, and replays a step that is open"
                 ) from None

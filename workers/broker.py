@@ -25,7 +25,7 @@ from common.budgets import longest_held_s
 from common.db import runs
 from common.db.session import Database
 from common.episode import Stage
-from common.errors import SetupError
+from common.errors import SetupError, StillAway
 from common.settings import Settings, masked
 
 logger = logging.getLogger(__name__)
@@ -38,7 +38,8 @@ RETRY_S = 1.0
 def prepare_broker(app: Celery, given: Settings, *, own: Stage | None = None, wait_s: float = WAIT_S) -> Version | None:
     """Declare the queues and give them to the app; the server's version, None = the broker is no RabbitMQ.
 
-    Waits for: a broker that is away. Raises SetupError when it stays away, or a queue is missing or of another kind.
+    Waits for: a broker that is away. Raises StillAway when it stays away, SetupError when a queue is missing or of
+    another kind.
     """
     broker_url = given.require_broker_url()
     if not is_rabbitmq(broker_url):
@@ -62,7 +63,7 @@ def _declare(broker_url: str, given: Settings, *, own: Stage | None, wait_s: flo
             except (*connection.connection_errors, *connection.channel_errors, OperationalError) as error:
                 trouble = f"cannot use the broker {masked(broker_url)}: {error}: see ROLLMILL_BROKER_URL"
         if time.monotonic() >= deadline:
-            raise SetupError(trouble)
+            raise StillAway(trouble)
         logger.warning("%s; trying for %.0f s more", trouble, deadline - time.monotonic())
         time.sleep(RETRY_S)
 

@@ -223,7 +223,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return serve(arguments.stage, concurrency=arguments.concurrency or CONCURRENCY[arguments.stage])
     except SetupError as error:
         sys.stderr.write(f"rollmill fleet {arguments.stage}: {error}\n")
-        return 2
+        return error.exit_code
 
 
 if __name__ == "__main__":

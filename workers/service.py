@@ -39,6 +39,6 @@ def serve(name: str, make_round: Callable[[Database, Settings], Round], *, every
                 logger.warning("database away: %s", error)
     except SetupError as error:
         sys.stderr.write(f"rollmill {name}: {error}\n")
-        return 2
+        return error.exit_code
     database.dispose()
     return 0

@@ -20,7 +20,7 @@ from sqlalchemy.exc import ArgumentError, DisconnectionError, InterfaceError, Op
 from sqlalchemy.exc import TimeoutError as PoolTimeout
 from sqlalchemy.pool import ConnectionPoolEntry
 
-from common.errors import DatabaseUnavailable, SetupError
+from common.errors import DatabaseUnavailable, SetupError, StillAway
 from common.settings import masked
 
 logger = logging.getLogger(__name__)
@@ -46,7 +46,7 @@ class Database:
     def connect(cls, url: str, *, pool_size: int = 8, wait_s: float = 0.0) -> Database:
         """Make the pool and try it, for `wait_s` while the server is away.
 
-        Raises SetupError that says what is wrong with the URL or the server.
+        Raises SetupError that says what is wrong with the URL, StillAway what is with the server.
         """
         try:
             parsed = make_url(url)
@@ -77,7 +77,7 @@ class Database:
                 trouble = f"cannot use the database {masked(url)}: {error}. Check ROLLMILL_DATABASE_URL"
             if time.monotonic() >= deadline:
                 engine.dispose()
-                raise SetupError(trouble)
+                raise StillAway(trouble)
             logger.warning("%s; trying for %.0f s more", trouble, deadline - time.monotonic())
             time.sleep(RETRY_S)
 

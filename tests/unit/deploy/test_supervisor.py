@@ -170,10 +170,30 @@ def test_a_crash_loop_ends_with_the_last_log_lines(folder: DataFolder) -> None:
 
 
 def test_crashes_far_apart_do_not_add_up(folder: DataFolder) -> None:
-    policy = CrashPolicy(max_in_row=2, soon_s=0.0, backoff_s=0.01)
+    policy = CrashPolicy(max_in_row=2, soon_s=0.0, failed_soon_s=0.0, backoff_s=0.01)
     with Supervisor(folder, crash_policy=policy) as supervisor:
         supervisor.start(python("flaky", "raise SystemExit(1)"))
         poll_until(supervisor, lambda: supervisor.statuses()[0].restarts == 4)
+
+
+def test_what_a_person_must_mend_ends_all_however_long_it_takes_to_find_out(
+    folder: DataFolder, caplog: pytest.LogCaptureFixture
+) -> None:
+    policy = CrashPolicy(max_setup_errors=2, soon_s=0.0, failed_soon_s=0.0, backoff_s=0.01)
+    code = "import sys; sys.stderr.write('reading\\ntrainer: no such layer: q_prjo\\n'); sys.exit(2)"
+    with Supervisor(folder, crash_policy=policy) as supervisor:
+        supervisor.start(python("trainer", code))
+        with pytest.raises(SetupError, match="^trainer ended with exit code 2, 2 times in a row"):
+            poll_until(supervisor, lambda: False)
+    assert any("ended with exit code 2: trainer: no such layer: q_prjo; starting" in line for line in caplog.messages)
+
+
+@pytest.mark.parametrize(
+    ("exit_code", "ran_s", "is_soon"),
+    [(2, 599, True), (2, 601, False), (75, 59, True), (75, 601, False), (1, 30, True), (1, 61, False), (-9, 30, False)],
+)
+def test_how_long_a_process_must_live_depends_on_how_it_ends(exit_code: int, ran_s: float, is_soon: bool) -> None:
+    assert CrashPolicy().is_soon(exit_code, ran_s) == is_soon
 
 
 def test_a_process_that_ends_before_it_is_ready_is_named_with_its_log(folder: DataFolder) -> None:
