@@ -35,12 +35,16 @@ EXIT_AWAY = StillAway.exit_code
 
 
 class EpisodeError(RollmillError):
-    """An attempt failed for a reason of infrastructure; the stage retries it while attempts last."""
+    """An attempt failed for a reason of infrastructure; the stage retries it while attempts last.
 
-    def __init__(self, outcome: Outcome, detail: str) -> None:
+    `is_final` = another attempt would fail alike, so there is none.
+    """
+
+    def __init__(self, outcome: Outcome, detail: str, *, is_final: bool = False) -> None:
         assert not outcome.is_agent, f"{outcome} is an agent outcome, not an error"
         self.outcome = outcome
         self.detail = storable(detail)
+        self.is_final = is_final
         super().__init__(f"{outcome}: {self.detail}")
 
 

@@ -97,7 +97,7 @@ class Agent:
                 if not turns:
                     # The task itself is too long: nothing was sampled, so there is nothing to score or train.
                     detail = f"first prompt of {len(prompt.ids)} ids: {error}"
-                    raise EpisodeError(Outcome.HANDLER_FAILED, detail) from None
+                    raise EpisodeError(Outcome.HANDLER_FAILED, detail, is_final=True) from None
                 is_full = isinstance(error, _RowFull)
                 return Played(outcome=Outcome.TOKEN_LIMIT if is_full else Outcome.CONTEXT_LIMIT)
             except OutOfTime as error:

@@ -156,7 +156,7 @@ class _Playing:
     async def compact(self, messages: tuple[Message, ...]) -> tuple[Message, ...] | None:
         if not isinstance(self._handler, Compacts):
             detail = f"rollout.compact_tokens is set, but handler {self._claim.handler} has no method compact"
-            raise EpisodeError(Outcome.HANDLER_FAILED, detail)
+            raise EpisodeError(Outcome.HANDLER_FAILED, detail, is_final=True)
         left: object = await self._in_time(self._handler.compact(messages, self._claim.payload), "compact")
         return compacted_messages(left, self._claim.handler)
 

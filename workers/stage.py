@@ -211,7 +211,7 @@ class StageWorker:
                 outcome=error.outcome,
                 detail=error.detail,
                 afresh=afresh or claim.stage is Stage.INIT,
-                max_attempts=self._settings.max_attempts,
+                max_attempts=1 if error.is_final else self._settings.max_attempts,
                 backoff=Backoff(first_s=self._settings.retry_backoff_s, max_s=self._settings.retry_backoff_max_s),
             )
         return [wakeup] if wakeup else []

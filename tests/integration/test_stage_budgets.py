@@ -221,6 +221,15 @@ def test_a_tools_answer_that_is_no_text_is_named(world: World, stages: Stages, a
     assert found.detail == f"call_tool of calculator must return text, for t it gave {answer!r}"
 
 
+def test_a_first_prompt_that_can_never_fit_is_not_tried_again(world: World, stages: Stages) -> None:
+    _configure(world, max_row_tokens=2)
+    (sent,) = stages.perform(world.feed()[0])
+    assert stages.perform(sent) == []
+    row = stored(world, sent)
+    assert (row.state, row.outcome, row.failures) == ("FAILED", "handler_failed", 1)
+    assert "rollout.max_row_tokens is 2" in row.detail
+
+
 @handler(hangs_in="init")
 def test_init_that_hangs_is_interrupted_tried_again_and_fails_in_the_end(world: World, stages: Stages):
     wakeup = world.feed()[0]

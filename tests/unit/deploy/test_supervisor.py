@@ -183,7 +183,7 @@ def test_what_a_person_must_mend_ends_all_however_long_it_takes_to_find_out(
     code = "import sys; sys.stderr.write('reading\\ntrainer: no such layer: q_prjo\\n'); sys.exit(2)"
     with Supervisor(folder, crash_policy=policy) as supervisor:
         supervisor.start(python("trainer", code))
-        with pytest.raises(SetupError, match="^trainer ended with exit code 2, 2 times in a row"):
+        with pytest.raises(SetupError, match=r"^trainer ended with exit code 2, 2 times in a row"):
             poll_until(supervisor, lambda: False)
     assert any("ended with exit code 2: trainer: no such layer: q_prjo; starting" in line for line in caplog.messages)
 

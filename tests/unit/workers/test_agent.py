@@ -206,7 +206,7 @@ async def test_a_task_that_does_not_fit_is_no_fault_of_the_agent():
     script = Scripted(ContextOverflow("520 ids, the context has 512"))
     with pytest.raises(EpisodeError, match="first prompt of 2 ids: 520 ids") as caught:
         await script.play()
-    assert caught.value.outcome is Outcome.HANDLER_FAILED
+    assert (caught.value.outcome, caught.value.is_final) == (Outcome.HANDLER_FAILED, True)
 
 
 async def test_a_malformed_turn_is_told_and_stays_in_the_prompt_as_sampled():

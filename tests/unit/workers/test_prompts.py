@@ -198,7 +198,7 @@ async def test_a_turn_s_own_limit_cuts_that_turn_and_none_of_those_before() -> N
 async def test_a_first_prompt_that_fills_the_row_is_no_fault_of_the_agent() -> None:
     with pytest.raises(EpisodeError, match=r"first prompt of 2 ids: rollout\.max_row_tokens is 2") as caught:
         await Script(max_row_tokens=2).play()
-    assert caught.value.outcome is Outcome.HANDLER_FAILED
+    assert (caught.value.outcome, caught.value.is_final) == (Outcome.HANDLER_FAILED, True)
 
 
 @pytest.mark.parametrize(("num_prompt", "left"), [(10, 5), (96, 4), (100, 0), (120, -20)])
