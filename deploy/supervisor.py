@@ -14,14 +14,14 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from signal import Signals
 from types import FrameType, TracebackType
 from typing import Self
 
-from common.errors import EXIT_SETUP, RollmillError, SetupError
+from common.errors import EXIT_AWAY, EXIT_SETUP, RollmillError, SetupError
 from deploy.folder import DataFolder
 from deploy.leftovers import end_leftovers, mark_of, remove_record, write_record
 from deploy.process import Process, ProcessSpec, Restart
@@ -99,9 +99,10 @@ class CrashPolicy:
             return ran_s < self.lived_s
         return ran_s < (self.soon_s if exit_code < 0 else self.failed_soon_s)
 
-    def is_enough(self, exit_code: int, in_row: int) -> bool:
-        """Whether that many ends in a row, of which this is the last, stop everything."""
-        return in_row >= (self.max_setup_errors if exit_code == EXIT_SETUP else self.max_in_row)
+    def is_enough(self, row: Sequence[int]) -> bool:
+        """Whether the ends in a row, of these exit codes, stop everything. Who only waited in vain may go on to."""
+        num_away = row.count(EXIT_AWAY)
+        return row.count(EXIT_SETUP) >= self.max_setup_errors or len(row) - num_away >= self.max_in_row
 
 
 class Unit:
@@ -112,7 +113,8 @@ class Unit:
         self.process = process
         self.state = State.STARTING
         self.restarts = 0
-        self.crashes_in_row = 0
+        self.row: list[int] = []
+        """Exit codes of its ends in a row."""
         self.restart_at = 0.0
         self.start_s: float | None = None
         self.last_exit: str | None = None
@@ -294,13 +296,14 @@ class Supervisor:
             logger.info("process=%s is finished", unit.spec.name)
             return
         is_soon = self._policy.is_soon(exit_code, time.monotonic() - unit.process.started_at)
-        unit.crashes_in_row = unit.crashes_in_row + 1 if is_soon else 1
-        if self._policy.is_enough(exit_code, unit.crashes_in_row):
-            raise unit.failure(f"{unit.last_exit}, {unit.crashes_in_row} times in a row")
-        pause_s = min(self._policy.backoff_s * 2 ** (unit.crashes_in_row - 1), MAX_BACKOFF_S)
+        unit.row = [*unit.row, exit_code] if is_soon else [exit_code]
+        if self._policy.is_enough(unit.row):
+            raise unit.failure(f"{unit.last_exit}, {len(unit.row)} times in a row")
+        pause_s = min(self._policy.backoff_s * 2 ** min(len(unit.row) - 1, 40), MAX_BACKOFF_S)
         unit.state = State.WAITING
         unit.restart_at = time.monotonic() + pause_s
-        reason = f"{unit.last_exit}: {last}" if (last := unit.process.last_line()) else unit.last_exit
+        last_line = unit.process.last_line() if exit_code > 0 else None
+        reason = f"{unit.last_exit}: {last_line}" if last_line else unit.last_exit
         logger.warning("process=%s %s; starting it again in %.2f s", unit.spec.name, reason, pause_s)
 
     def _stop_layer(self, layer: list[Unit]) -> None:

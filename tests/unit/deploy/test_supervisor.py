@@ -188,14 +188,6 @@ def test_what_a_person_must_mend_ends_all_however_long_it_takes_to_find_out(
     assert any("ended with exit code 2: trainer: no such layer: q_prjo; starting" in line for line in caplog.messages)
 
 
-@pytest.mark.parametrize(
-    ("exit_code", "ran_s", "is_soon"),
-    [(2, 599, True), (2, 601, False), (75, 59, True), (75, 601, False), (1, 30, True), (1, 61, False), (-9, 30, False)],
-)
-def test_how_long_a_process_must_live_depends_on_how_it_ends(exit_code: int, ran_s: float, is_soon: bool) -> None:
-    assert CrashPolicy().is_soon(exit_code, ran_s) == is_soon
-
-
 def test_a_process_that_ends_before_it_is_ready_is_named_with_its_log(folder: DataFolder) -> None:
     spec = python("server", "print('port taken'); raise SystemExit(3)", ready=lambda: False)
     with Supervisor(folder) as supervisor, pytest.raises(SetupError) as raised:
