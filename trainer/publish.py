@@ -46,6 +46,9 @@ def version_writer(
             is_weights = file.suffix in WEIGHT_SUFFIXES or file.name.endswith(".index.json")
             if file.is_file() and not is_weights and file.name != MANIFEST and not (folder / file.name).exists():
                 shutil.copyfile(file, folder / file.name)
+        for file in folder.iterdir():
+            # safetensors lets nobody else read, and engines may be other users.
+            file.chmod(0o644)
 
     return write
 

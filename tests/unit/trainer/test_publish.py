@@ -40,6 +40,13 @@ def test_version_takes_the_tokenizer_from_the_start_folder(
         assert (published.path / name).read_bytes() == (start_folder / name).read_bytes()
 
 
+def test_whoever_runs_the_engine_may_read_a_version(model: PreTrainedModel, start_folder: Path, tmp_path: Path) -> None:
+    published = WeightStore(tmp_path).publish("first", 7, version_writer(model, start=start_folder))
+    assert {file.name: oct(file.stat().st_mode & 0o044) for file in published.path.iterdir()} == dict.fromkeys(
+        (file.name for file in published.path.iterdir()), "0o44"
+    )
+
+
 def test_failure_while_writing_leaves_nothing(model: PreTrainedModel, tmp_path: Path) -> None:
     store = WeightStore(tmp_path)
     with pytest.raises(FileNotFoundError):
