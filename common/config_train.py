@@ -28,8 +28,8 @@ class TrainConfig(Section):
     """Groups in one training step, which makes one version."""
     num_versions: int = Field(default=40, ge=0)
     """The run is finished when this version is published, and evaluated where there is an [eval]. 0 = nothing is
-    trained: the start weights are evaluated. The learning rate falls to its half until then, so that it is another one
-    from there on where a run is given more versions (`rollmill run extend`)."""
+    trained: the start weights are evaluated. The learning rate's schedule ends there, so it is another one where a run
+    is given more versions (`rollmill run extend`)."""
     max_staleness: int = Field(default=1, ge=0)
     """Largest allowed (version being trained - oldest version among an episode's tokens). 0 = synchronous."""
     late_groups: Literal["wait", "drop"] = "wait"

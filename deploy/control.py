@@ -77,7 +77,7 @@ def extend(
 ) -> None:
     """Train a run further, also one that is finished, from where it stands. A stopped one stays so.
 
-    The learning rate then falls to its half at the new end. A trainer that runs must be started again.
+    The learning rate's schedule then ends at the new end. A trainer that runs must be started again.
     """
     settings = settings_for(data_dir)
     from common.db import run_control
