@@ -92,18 +92,7 @@ def take_groups(
         return Take(step=None, dropped=Counter())
     # Before we look what is complete: a late group that completes in between would be left out, and then too old.
     held_up = wait_for_late and is_any_late(conn, run_id, oldest=version_in - max_staleness)
-    complete = [
-        row.id
-        for row in conn.execute(
-            text(
-                """
-                SELECT id FROM episode_group WHERE run_id = :run_id AND state = 'COMPLETE' AND eval_version IS NULL
-                 ORDER BY id FOR UPDATE SKIP LOCKED
-                """
-            ),
-            {"run_id": run_id},
-        )
-    ]
+    complete = _complete(conn, run_id)
     # Only what was judged may be taken: a group that completes in between waits for the next call.
     oldest = version_in - max_staleness
     judged = {judged.group_id: judged for judged in _judge(conn, complete, oldest=oldest, even_rows=even_rows)}
@@ -127,6 +116,20 @@ def take_groups(
         dropped=dropped,
         num_zero_variance=sum(judged[group_id].even for group_id in ids) if max_refills else 0,
     )
+
+
+def _complete(conn: Connection, run_id: int) -> list[int]:
+    """Ids of the complete groups, the oldest first, locked; without those that somebody else has locked."""
+    rows = conn.execute(
+        text(
+            """
+            SELECT id FROM episode_group WHERE run_id = :run_id AND state = 'COMPLETE' AND eval_version IS NULL
+             ORDER BY id FOR UPDATE SKIP LOCKED
+            """
+        ),
+        {"run_id": run_id},
+    )
+    return [row.id for row in rows]
 
 
 def num_refilled(conn: Connection, run_id: int, *, version_in: int) -> int:
