@@ -1,3 +1,8 @@
+"""Processes under supervision: started in order, started again, given up, stopped, and never left behind.
+
+Over 400 lines: real processes that end in one way each, side by side, so that a missing way is seen.
+"""
+
 from __future__ import annotations
 
 import json
