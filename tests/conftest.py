@@ -15,6 +15,7 @@ import pytest
 from hypothesis import settings
 
 from common.db.session import Database, migrate
+from tests.virtual_hosts import virtual_host
 
 IN_CI = bool(os.environ.get("CI"))
 
@@ -55,9 +56,16 @@ def rabbitmq_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def rabbitmq_url(rabbitmq_folder: Path) -> Iterator[str]:
+def rabbitmq_node(rabbitmq_folder: Path) -> Iterator[str]:
     """A private RabbitMQ node."""
     with server("rabbitmq", rabbitmq_folder) as url:
+        yield url
+
+
+@pytest.fixture
+def rabbitmq_url(rabbitmq_node: str, rabbitmq_folder: Path) -> Iterator[str]:
+    """An empty virtual host of this test's own on the private RabbitMQ node."""
+    with virtual_host(rabbitmq_node, rabbitmq_folder) as url:
         yield url
 
 

@@ -82,7 +82,7 @@ class Processes:
 
 @dataclass(frozen=True, kw_only=True)
 class Node:
-    """A private RabbitMQ node."""
+    """A virtual host of a private RabbitMQ node."""
 
     url: str
     data_dir: Path
