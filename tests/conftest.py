@@ -12,6 +12,7 @@ from uuid import uuid4
 
 import psycopg2
 import pytest
+import redis
 from hypothesis import settings
 
 from common.db.session import Database, migrate
@@ -70,10 +71,18 @@ def rabbitmq_url(rabbitmq_node: str, rabbitmq_folder: Path) -> Iterator[str]:
 
 
 @pytest.fixture(scope="session")
-def valkey_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+def valkey_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """A valkey server."""
     with server("valkey", tmp_path_factory.mktemp("valkey")) as url:
         yield url
+
+
+@pytest.fixture
+def valkey_url(valkey_server: str) -> str:
+    """A valkey server with nothing in it."""
+    with redis.from_url(valkey_server) as client:
+        client.flushall()
+    return valkey_server
 
 
 @pytest.fixture(scope="session")
