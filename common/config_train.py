@@ -143,6 +143,11 @@ class TrainConfig(Section):
     max_refills_per_step: int | None = Field(default=None, ge=1)
     """Groups that `refill` may drop for one training step, before the further ones are trained; None = 10 x
     groups_per_step. So a policy that has solved everything still comes to an end."""
+    max_dropped_groups: int | None = Field(default=None, ge=1)
+    """Groups that may be dropped for failed episodes while one version is waited for, before the trainer pauses the run
+    and says why (`rollmill run list`): at once if it is mostly the handler that fails, for failures of infrastructure
+    only when they have gone on for ten minutes. After `rollmill run resume` they count anew. None = 5 x
+    groups_per_step."""
 
     @model_validator(mode="after")
     def _parts_of_the_objective_fit(self) -> Self:
@@ -231,3 +236,8 @@ class TrainConfig(Section):
         if self.zero_variance == "train":
             return 0
         return self.max_refills_per_step or 10 * self.groups_per_step
+
+    @property
+    def max_dropped(self) -> int:
+        """Groups that may be dropped for failed episodes while one version is waited for."""
+        return self.max_dropped_groups or 5 * self.groups_per_step

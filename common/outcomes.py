@@ -48,6 +48,11 @@ class Outcome(StrEnum):
         """True when the outcome says something about the policy and may enter a baseline or a loss."""
         return self in AGENT_OUTCOMES
 
+    @property
+    def is_lasting(self) -> bool:
+        """True when it comes again until somebody mends the cause; other failures of infrastructure may pass."""
+        return self is Outcome.HANDLER_FAILED
+
 
 AGENT_OUTCOMES = frozenset(
     {

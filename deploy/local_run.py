@@ -84,7 +84,7 @@ class OpenRun:
             step_troubles.forget(conn, self.run.id)
             newest = versions.newest(conn, self.run.id)
             self.resumed_from_version = None if newest is None else newest.number
-            check_goes_on(self.run)
+            check_goes_on(self.run, pause_reason=runs.pause_reason_of(conn, self.run.id))
             if self._order.settings.database_url is None:
                 # Nobody else uses an embedded database: other engines are those of earlier starts.
                 engines.forget_others(conn, [addresses.engine_url])
@@ -97,10 +97,11 @@ class OpenRun:
         return self._database
 
 
-def check_goes_on(run: runs.Run) -> None:
-    """Raise SetupError for a run that is paused or over."""
+def check_goes_on(run: runs.Run, *, pause_reason: str | None) -> None:
+    """Raise SetupError for a run that is paused or over. `pause_reason`: see `runs.pause_reason_of`."""
     if run.state is RunState.PAUSED:
-        raise SetupError(f"run {run.name} is paused: let it go on with `rollmill run resume {run.name}`")
+        why = "" if pause_reason is None else f" ({pause_reason})"
+        raise SetupError(f"run {run.name} is paused{why}: let it go on with `rollmill run resume {run.name}`")
     if run.state is not RunState.ACTIVE:
         raise SetupError(
             f"run {run.name} is {run.state.lower()}: give the new one another name, "

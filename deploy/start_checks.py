@@ -63,11 +63,12 @@ def _run(config: RunConfig, settings: Settings) -> str:
             return f"not checked: whether there is a run {config.name} already: {error}"
         with database.begin() as conn:
             run = runs.find_same(conn, config)
+            if run is not None:
+                check_goes_on(run, pause_reason=runs.pause_reason_of(conn, run.id))
     finally:
         database.dispose()
     if run is None:
         return f"checked: the database has no run {config.name} yet"
-    check_goes_on(run)
     return f"checked: run {config.name} is there already and would go on"
 
 

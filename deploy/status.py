@@ -63,5 +63,6 @@ def _troubles(now: Snapshot) -> list[str]:
     if now.state in (RunState.FINISHED, RunState.STOPPED):
         return []
     fed = None if now.error is None else f"cannot be fed: {now.error}"
+    paused = None if now.pause_reason is None else f"paused: {now.pause_reason}"
     step = None if now.step_trouble is None else str(now.step_trouble)
-    return [trouble for trouble in (fed, step, now.engine_trouble) if trouble is not None]
+    return [trouble for trouble in (fed, paused, step, now.engine_trouble) if trouble is not None]

@@ -162,9 +162,17 @@ def watch(watched: Watched, *, stack: Stack, latest: Callable[[], Reading], disp
 
 
 def _raise_if_given_up(watched: Watched, reading: Reading) -> None:
-    trouble = None if reading.snapshot is None else reading.snapshot.step_trouble
+    if reading.snapshot is None:
+        return
+    run = watched.config.name
+    if reading.snapshot.pause_reason is not None:
+        raise SetupError(
+            f"run {run} is paused: {reading.snapshot.pause_reason}. Mend the cause, then `rollmill run resume {run}` "
+            f"and the same command let it go on; `rollmill run stop {run}` ends it"
+        )
+    trouble = reading.snapshot.step_trouble
     if trouble is not None and trouble.is_final:
-        run, log_file = watched.config.name, watched.data_folder / "logs" / "trainer.log"
+        log_file = watched.data_folder / "logs" / "trainer.log"
         raise SetupError(
             f"run {run}: {trouble}. The traceback is in {log_file}; "
             f"the same command tries it again, `rollmill run stop {run}` ends the run"
@@ -200,6 +208,8 @@ def problem_of(reading: Reading, *, now_s: float) -> str | None:
         problems.append(f"the database does not answer ({reading.error}): figures are {age_s:.0f} s old")
     elif age_s > SILENT_AFTER_S and reading.snapshot is not None:
         problems.append(f"the database takes its time: figures are {age_s:.0f} s old")
+    if reading.snapshot is not None and reading.snapshot.pause_reason is not None:
+        problems.append(short_failure(f"paused: {reading.snapshot.pause_reason}"))
     if reading.snapshot is not None and reading.snapshot.step_trouble is not None:
         problems.append(short_failure(str(reading.snapshot.step_trouble)))
     if reading.snapshot is not None and reading.snapshot.engine_trouble is not None:

@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from common.db import runs, steps
+from common.db import runs, standstill, steps
 from common.db.runs import Run
 from common.db.session import Database
 from common.db.steps import ScoredGroup, Step
@@ -44,7 +44,8 @@ def wait_for_work(
     """The step that trains `version`: one left OPEN by an earlier process, else as soon as groups are complete.
 
     Waits for complete groups, without end as long as the run goes on; wakes at every poll, on `stop` and when the run
-    is over. Returns None in the last two cases. `look_up` is called now and then: why does nothing come?
+    is over. Returns None in the last two cases. `look_up` is called now and then: why does nothing come? As often a run
+    whose groups are all dropped for failed episodes is paused (train.max_dropped_groups), and then waited for.
     `even` = only groups of exactly rollout.group_size rows; others are dropped and replaced.
     """
     started = reported = time.monotonic()
@@ -60,6 +61,7 @@ def wait_for_work(
             if time.monotonic() - reported > LOOK_UP_EVERY_S:
                 reported = time.monotonic()
                 look_up()
+                _pause_if_still(database, run, version=version)
                 waited_s = reported - started
                 logger.info("still waiting for groups run=%d version=%d wait_s=%.0f", run.id, version, waited_s)
             stop.wait(POLL_S)
@@ -99,6 +101,19 @@ def _open_or_take(database: Database, run: Run, *, version: int, even: bool) -> 
             train.max_refills,
         )
     return take.step
+
+
+def _pause_if_still(database: Database, run: Run, *, version: int) -> None:
+    with database.begin() as conn:
+        reason = standstill.pause_if_still(conn, run.id, version=version, max_dropped=run.config.train.max_dropped)
+    if reason is not None:
+        logger.warning(
+            "paused run=%d version=%d: %s; mend the cause, then `rollmill run resume %s`",
+            run.id,
+            version,
+            reason,
+            run.name,
+        )
 
 
 def _is_over(database: Database, run: Run) -> bool:

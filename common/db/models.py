@@ -73,6 +73,10 @@ class Run(Base):
     """Name of its task set, with a hash of the tasks; None = the feeder has not read it yet."""
     error: Mapped[str | None]
     """Why the feeder cannot feed it; None = it can."""
+    pause_reason: Mapped[str | None]
+    """Why the trainer paused it last; None = it did not, somebody has resumed it since, or paused it by hand."""
+    resumed_at: Mapped[datetime | None]
+    """When somebody last resumed it; None = nobody did."""
     created_at: Mapped[datetime] = _now()
     finished_at: Mapped[datetime | None]
 
@@ -116,6 +120,12 @@ class EpisodeGroup(Base):
             "run_id",
             "dropped_version",
             postgresql_where=text("drop_reason = 'zero_variance'"),
+        ),
+        Index(
+            "episode_group_too_few_ix",
+            "run_id",
+            "dropped_version",
+            postgresql_where=text("drop_reason = 'too_few_samples'"),
         ),
         Index(None, "step_id"),
     )

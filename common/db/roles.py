@@ -31,7 +31,7 @@ class Role(StrEnum):
     EVAL = "eval"
     """EVAL fleet: the only one that writes rewards."""
     TRAINER = "trainer"
-    """Opens its run, takes groups, marks steps, publishes versions."""
+    """Opens its run, takes groups, marks steps, publishes versions, pauses a run that stands still."""
     FEEDER = "feeder"
     """Makes groups and episodes, moves the data cursor."""
     REAPER = "reaper"
@@ -104,7 +104,7 @@ GRANTS: Mapping[Role, Grants] = MappingProxyType(
             "run": (
                 "SELECT",
                 "INSERT (name, config)",
-                "UPDATE (state, finished_at, sharing, weight, max_episodes_in_flight, max_sandboxes)",
+                "UPDATE (state, pause_reason, finished_at, sharing, weight, max_episodes_in_flight, max_sandboxes)",
             ),
             "episode_group": ("SELECT", "UPDATE (state, step_id, drop_reason, dropped_version)"),
             "engine": ("SELECT", "UPDATE (owner, owner_until)"),

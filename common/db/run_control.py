@@ -23,12 +23,12 @@ class Stopped:
 
 def pause(conn: Connection, name: str) -> None:
     """Make no new episodes; those in flight finish, and the trainer takes their groups."""
-    _move(conn, name, RunState.PAUSED)
+    runs.note_pause(conn, _move(conn, name, RunState.PAUSED), reason=None)
 
 
 def resume(conn: Connection, name: str) -> None:
-    """Let a paused run go on where it stood."""
-    _move(conn, name, RunState.ACTIVE)
+    """Let a paused run go on where it stood; groups that were dropped before do not count against it any more."""
+    runs.note_resume(conn, _move(conn, name, RunState.ACTIVE))
 
 
 def extend(conn: Connection, name: str, *, num_versions: int) -> int:

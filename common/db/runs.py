@@ -205,6 +205,24 @@ def move(conn: Connection, run_id: int, to: RunState) -> bool:
     return moved is not None
 
 
+def note_pause(conn: Connection, run_id: int, *, reason: str | None) -> None:
+    """Say why the run is paused, in the transaction that pauses it; None = somebody did it by hand."""
+    conn.execute(text("UPDATE run SET pause_reason = :reason WHERE id = :id"), {"id": run_id, "reason": reason})
+
+
+def note_resume(conn: Connection, run_id: int) -> None:
+    """Forget why the run was paused, in the transaction that resumes it: what failed before counts no more."""
+    conn.execute(text("UPDATE run SET pause_reason = NULL, resumed_at = now() WHERE id = :id"), {"id": run_id})
+
+
+def pause_reason_of(conn: Connection, run_id: int) -> str | None:
+    """Why the trainer paused the run; None = it is not paused, or somebody did it by hand."""
+    reason: str | None = conn.execute(
+        text("SELECT CASE WHEN state = 'PAUSED' THEN pause_reason END FROM run WHERE id = :id"), {"id": run_id}
+    ).scalar_one()
+    return reason
+
+
 def made_at(conn: Connection, run_id: int) -> datetime:
     """When the run was made: no two runs of one name share it, in whichever databases."""
     made: datetime = conn.execute(

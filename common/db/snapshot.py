@@ -46,6 +46,8 @@ class Snapshot:
     state: RunState
     error: str | None
     """Why the run cannot be fed; None = it can."""
+    pause_reason: str | None
+    """Why the trainer paused the run; None = it is not paused, or somebody did it by hand."""
     step_trouble: StepTrouble | None
     """How the open training step failed; None = it did not, or none is open."""
     engine_trouble: str | None
@@ -100,6 +102,7 @@ def take_snapshot(conn: Connection, run_id: int) -> Snapshot:
     return Snapshot(
         state=_state(conn, run_id),
         error=runs.error_of(conn, run_id),
+        pause_reason=runs.pause_reason_of(conn, run_id),
         step_trouble=step_troubles.find(conn, run_id),
         engine_trouble=engines.trouble(conn, run_id),
         stages=_stages(episodes, working),

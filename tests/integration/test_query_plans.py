@@ -10,7 +10,20 @@ import pytest
 from sqlalchemy import Connection, text
 
 from benchmarks.big_run import GROUP_SIZE, GROUPS_PER_STEP, NUM_COMPLETE, NUM_OPEN, Size, fill
-from common.db import engines, episodes, groups, late, nodes, retries, sandboxes, sharing, steps, stragglers, turns
+from common.db import (
+    engines,
+    episodes,
+    groups,
+    late,
+    nodes,
+    retries,
+    sandboxes,
+    sharing,
+    standstill,
+    steps,
+    stragglers,
+    turns,
+)
 from common.db.episodes import Claim, Wakeup
 from common.db.session import Database
 from common.episode import STAGE_OF, EpisodeState
@@ -162,6 +175,35 @@ def _retry(conn: Connection, world: World) -> Callable[[], object]:
     return lambda: retries.retry(conn, held, outcome=Outcome.ENGINE_LOST, detail="", afresh=True, max_attempts=1)
 
 
+def _pause_if_still(conn: Connection, world: World) -> Callable[[], object]:
+    """Twenty groups came to nothing while the newest version was waited for, and as many for each before."""
+    conn.execute(
+        text(
+            """
+            UPDATE episode_group SET drop_reason = 'too_few_samples', dropped_version = id / 400
+             WHERE state = 'DROPPED'
+            """
+        )
+    )
+    conn.execute(
+        text(
+            """
+            UPDATE episode e SET state = 'FAILED', outcome = 'handler_failed', detail = 'boom', reward = NULL
+              FROM episode_group g WHERE g.id = e.group_id AND g.state = 'DROPPED'
+            """
+        )
+    )
+    version = NUM_STEPS * GROUPS_PER_STEP // 400 - 1
+
+    def both() -> None:
+        found = standstill.find(conn, world.run.id, version=version)
+        assert found is not None
+        assert (found.num_groups, found.num_failed) == (20, 20 * GROUP_SIZE)
+        assert standstill.pause_if_still(conn, world.run.id, version=version, max_dropped=20) == str(found)
+
+    return both
+
+
 def _step(conn: Connection, world: World) -> Callable[[], object]:
     taken = _take(conn, world)
     assert taken.step is not None
@@ -210,6 +252,7 @@ CALLS: dict[str, Callable[[Connection, World], Callable[[], object]]] = {
     "is_any_late": call_for_run(late.is_any_late, oldest=NUM_STEPS),
     "cancel_doomed": call(late.cancel_doomed),
     "load_and_finish_step": _step,
+    "pause_if_still": _pause_if_still,
     "num_refilled": call_for_run(steps.num_refilled, version_in=NUM_STEPS),
     "loads": _loads,
     "num_in_flight": call_for_run(groups.num_in_flight, live_version=NUM_STEPS - 2),

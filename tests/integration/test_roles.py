@@ -27,6 +27,7 @@ from common.db import (
     sandboxes,
     sharing,
     snapshot,
+    standstill,
     steps,
     tasks,
     turns,
@@ -177,6 +178,20 @@ def test_the_roles_do_a_whole_run_between_them(cast: Cast, world: World, tmp_pat
     assert export_run(cast[Role.READER], world.run, tmp_path / "out", report=lambda *_: None)["turns"] == 12
 
 
+def test_the_trainer_pauses_a_run_that_stands_still(cast: Cast, world: World) -> None:
+    for wakeup in feed(cast, world, num_groups=1):
+        claim = claim_as(cast[Role.INIT], wakeup)
+        with cast[Role.INIT].begin() as conn:
+            retries.retry(conn, claim, outcome=Outcome.HANDLER_FAILED, detail="bug", afresh=True, max_attempts=1)
+    with cast[Role.TRAINER].begin() as conn:
+        steps.take_groups(conn, world.run.id, version_in=0, num_groups=2, max_staleness=1)
+    with cast[Role.TRAINER].begin() as conn:
+        reason = standstill.pause_if_still(conn, world.run.id, version=0, max_dropped=1)
+    with cast[Role.READER].begin() as conn:
+        assert snapshot.take_snapshot(conn, world.run.id).pause_reason == reason
+    assert reason is not None
+
+
 def test_every_process_may_see_that_its_schema_is_right(cast: Cast) -> None:
     for role in Role:
         check_schema(cast[role])
@@ -316,10 +331,16 @@ def test_what_each_process_may_not_write_besides(cast: Cast) -> None:
             "UPDATE episode_group SET wanted = 1",
             "UPDATE run SET weight = 9",
         ),
-        Role.TRAINER: ("UPDATE episode SET state = 'NEW'", "UPDATE run SET config = '{}'", "DELETE FROM train_step"),
+        Role.TRAINER: (
+            "UPDATE episode SET state = 'NEW'",
+            "UPDATE run SET config = '{}'",
+            "UPDATE run SET resumed_at = now()",
+            "DELETE FROM train_step",
+        ),
         Role.FEEDER: (
             "UPDATE episode SET state = 'READY'",
             "UPDATE run SET state = 'FINISHED'",
+            "UPDATE run SET pause_reason = 'no'",
             "UPDATE run SET weight = 9",
             "UPDATE sandbox SET destroyed_at = now()",
         ),

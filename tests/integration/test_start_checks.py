@@ -46,6 +46,10 @@ def test_a_run_of_that_name_is_looked_at_and_left_as_it_is(database: Database, d
         run_control.pause(conn, "mine")
     with pytest.raises(SetupError, match="run mine is paused: let it go on with"):
         first_line(config, settings)
+    with database.begin() as conn:
+        runs.note_pause(conn, run.id, reason="80 groups were dropped")
+    with pytest.raises(SetupError, match=r"run mine is paused \(80 groups were dropped\): let it go on with"):
+        first_line(config, settings)
 
 
 def test_what_cannot_be_asked_is_said(database: Database, database_url: str, tmp_path: Path) -> None:

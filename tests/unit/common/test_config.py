@@ -175,6 +175,14 @@ def test_refills_are_bounded_by_ten_times_the_groups_of_a_step_and_off_by_defaul
     assert [load_run_config(write(tmp_path, text)).train.max_refills for text in given] == [0, 160, 7]
 
 
+def test_groups_with_failed_episodes_are_bounded_by_five_times_the_groups_of_a_step(tmp_path: Path):
+    given = ["", "groups_per_step = 3", "max_dropped_groups = 7"]
+    bounds = [load_run_config(write(tmp_path, f"{MINIMAL}[train]\n{text}")).train.max_dropped for text in given]
+    assert bounds == [80, 15, 7]
+    with pytest.raises(SetupError, match=r"max_dropped_groups: .*greater than or equal to 1"):
+        load_run_config(write(tmp_path, MINIMAL + "[train]\nmax_dropped_groups = 0"))
+
+
 def test_a_group_is_made_with_the_extra_episodes_and_wants_no_more_scores_than_its_size(tmp_path: Path):
     plain, extra = (load_run_config(write(tmp_path, MINIMAL + more)) for more in ("", "[rollout]\noversample = 2"))
     assert [(config.episodes_per_group, config.wanted) for config in (plain, extra)] == [(8, None), (10, 8)]

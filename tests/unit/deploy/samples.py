@@ -25,6 +25,7 @@ def make_snapshot(**changes: Any) -> Snapshot:
     snapshot = Snapshot(
         state=RunState.ACTIVE,
         error=None,
+        pause_reason=None,
         step_trouble=None,
         engine_trouble=None,
         stages={

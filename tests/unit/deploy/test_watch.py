@@ -101,6 +101,23 @@ def test_step_that_failed_too_often_ends_the_watching_with_the_error_and_ways_on
     assert watch(watched(), stack=CountingStack(), latest=Readings(stopped), display=Frames()) is stopped
 
 
+def test_a_run_that_was_paused_for_a_reason_is_shown_and_ends_the_watching_with_ways_on() -> None:
+    frames, paused = Frames(), make_snapshot(state=RunState.PAUSED, pause_reason="80 groups were dropped")
+    with pytest.raises(SetupError) as given_up:
+        watch(watched(), stack=CountingStack(), latest=Readings(paused), display=frames)
+    assert str(given_up.value) == (
+        "run demo-shell-seed7 is paused: 80 groups were dropped. Mend the cause, then `rollmill run resume "
+        "demo-shell-seed7` and the same command let it go on; `rollmill run stop demo-shell-seed7` ends it"
+    )
+    assert "paused: 80 groups were dropped" in plain_line(frames.views[-1])
+
+
+def test_a_run_that_somebody_paused_by_hand_is_waited_for() -> None:
+    finished = make_snapshot(state=RunState.FINISHED)
+    readings = Readings(make_snapshot(state=RunState.PAUSED), finished)
+    assert watch(watched(), stack=CountingStack(), latest=readings, display=Frames()) is finished
+
+
 def test_step_that_failed_is_shown_while_it_is_tried_again() -> None:
     frames = Frames()
     finished = make_snapshot(state=RunState.FINISHED)
