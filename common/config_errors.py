@@ -20,6 +20,15 @@ def first_problem(error: ValidationError, document: type[BaseModel]) -> str:
     return f"{field}: {message}{got}" if field else f"{message}{got}"
 
 
+def stored_problem(error: ValidationError, document: type[BaseModel]) -> str:
+    """The same, of what another release has stored: a field that this one does not know is no slip of the pen."""
+    first = error.errors()[0]
+    if first["type"] == "extra_forbidden":
+        field = ".".join(str(part) for part in first["loc"])
+        return f"{field} = {first['input']!r:.80} is a field that it does not know"
+    return first_problem(error, document)
+
+
 def _nearest(location: tuple[int | str, ...], document: type[BaseModel]) -> str:
     """What a field that there is not was meant to be."""
     *sections, name = (str(part) for part in location)

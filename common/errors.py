@@ -23,6 +23,10 @@ class SetupError(RollmillError):
     """With which a process ends that says so."""
 
 
+class UnreadableConfig(SetupError):
+    """A run's stored configuration is not one of this release's. Its episodes wait; the other runs go on."""
+
+
 class StillAway(SetupError):
     """What a process waited for did not come back in time. Nobody need mend the process: it may be started again."""
 

@@ -10,6 +10,7 @@ from rich.text import Text
 
 from common.db import nodes
 from common.db.nodes import NodeState
+from common.db.runs import Run
 from common.db.session import Database
 from common.db.snapshot import Snapshot, groups_dropped, newest_runs, take_snapshot
 from common.episode import EpisodeState, RunState
@@ -30,12 +31,13 @@ def status_table(database: Database) -> RenderableType:
     with database.begin() as conn:
         for run in newest_runs(conn, limit=MAX_RUNS):
             now = take_snapshot(conn, run.id)
-            last, held_out = last_reward(now, run.config), last_evaluation(now.evaluations)
+            config = run.config if run.is_readable else None
+            last, held_out = last_reward(now, config) if config else None, last_evaluation(now.evaluations)
             version = "-" if now.version_newest is None else now.version_newest
             table.add_row(
                 run.name,
                 now.state.lower(),
-                f"{version} of {run.config.train.num_versions}",
+                f"{version} of {config.train.num_versions if config else '?'}",
                 f"{last.mean_reward:.2f}" if last else "-",
                 f"{evaluated(held_out)} at {held_out.version}" if held_out else "-",
                 f"{num_final(now):,} of {sum(now.episodes.values()):,}",
@@ -43,7 +45,7 @@ def status_table(database: Database) -> RenderableType:
                 f"{now.episodes[EpisodeState.CANCELLED]:,}",
                 "\n".join(f"{num:,} {reason}" for reason, num in groups_dropped(conn, run.id).items()) or "-",
             )
-            troubles += [Text(f"{run.name}: {line}", style="red") for line in _troubles(now)]
+            troubles += [Text(f"{run.name}: {line}", style="red") for line in _troubles(run, now)]
         shown = nodes.states(conn, within_s=NODES_WITHIN_S)
     return Group(table, *troubles, *([nodes_table(shown)] if len(shown) > 1 else []))
 
@@ -59,10 +61,11 @@ def nodes_table(shown: Sequence[NodeState]) -> Table:
     return table
 
 
-def _troubles(now: Snapshot) -> list[str]:
+def _troubles(run: Run, now: Snapshot) -> list[str]:
     if now.state in (RunState.FINISHED, RunState.STOPPED):
         return []
-    fed = None if now.error is None else f"cannot be fed: {now.error}"
+    error = now.error if run.is_readable else str(run.stored)
+    fed = None if error is None else f"cannot be fed: {error}"
     paused = None if now.pause_reason is None else f"paused: {now.pause_reason}"
     step = None if now.step_trouble is None else str(now.step_trouble)
     return [trouble for trouble in (fed, paused, step, now.engine_trouble) if trouble is not None]

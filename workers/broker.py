@@ -75,7 +75,7 @@ def check_held(stage: Stage, database: Database, given: Settings, version: Versi
     short; warns when it is not known.
     """
     with database.begin() as conn:
-        held_s = longest_held_s(stage, (run.config for run in runs.active(conn)), given)
+        held_s = longest_held_s(stage, (run.config for run in runs.active(conn) if run.is_readable), given)
     allowed_s = consumer_timeout_s(given, version)
     if allowed_s is None:
         logger.warning(

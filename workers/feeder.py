@@ -122,7 +122,7 @@ class Feeder:
         with self._database.begin() as conn:
             cursors = {run_id: runs.lock_cursor(conn, run_id) for run_id in sorted(task_ids)}
             for run in (load.run for load in sharing.loads(conn)):
-                if cursors.get(run.id) is None or run.id not in self._held_out_ids:
+                if cursors.get(run.id) is None or not run.is_readable or run.id not in self._held_out_ids:
                     continue
                 point, wakeups = evaluations.advance(conn, run, task_ids=self._held_out_ids[run.id])
                 if point is not None and (error := self._patience.why_give_up(run, point)):
@@ -158,21 +158,22 @@ class Feeder:
         self._troubles[run.id] = trouble
 
     def _tasks_of(self, run: Run) -> list[int]:
+        config = run.config
         if run.id not in self._task_ids:
-            self._prove(run.config)
-            given = read_tasks(run.config) if run.config.train.num_versions else []
-            dataset = dataset_of(run.config, given)
-            held_out = held_out_tasks(run.config, run.config.eval, trained=given) if run.config.eval else None
+            self._prove(config)
+            given = read_tasks(config) if config.train.num_versions else []
+            dataset = dataset_of(config, given)
+            held_out = held_out_tasks(config, config.eval, trained=given) if config.eval else None
             with self._database.begin() as conn:
                 if runs.bind_dataset(conn, run.id, dataset) != dataset:
                     raise SetupError(
-                        f"data set {run.config.dataset_name} is not what run {run.name} began with: "
+                        f"data set {config.dataset_name} is not what run {run.name} began with: "
                         "put it back, or start a run of another name"
                     )
-                added = tasks.load(conn, dataset=dataset, handler=run.config.handler, payloads=given)
+                added = tasks.load(conn, dataset=dataset, handler=config.handler, payloads=given)
                 if held_out is not None:
                     self._held_out_ids[run.id] = evaluations.store_tasks(
-                        conn, run, dataset=_dataset_name("held-out", run.config, held_out), given=held_out
+                        conn, run, dataset=_dataset_name("held-out", config, held_out), given=held_out
                     )
                 self._task_ids[run.id] = tasks.ids(conn, dataset)
             logger.info("tasks run=%s new=%d all=%d", run.name, added, len(self._task_ids[run.id]))

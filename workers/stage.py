@@ -19,7 +19,7 @@ from common.db.episodes import Claim, Wakeup
 from common.db.retries import Backoff
 from common.db.session import Database
 from common.episode import EpisodeState, Stage, Turn
-from common.errors import DatabaseUnavailable, EpisodeError, LeaseLost, RollmillError, boundary
+from common.errors import DatabaseUnavailable, EpisodeError, LeaseLost, RollmillError, UnreadableConfig, boundary
 from common.outcomes import Outcome
 from common.settings import Settings
 from workers.leases import Leases
@@ -85,6 +85,7 @@ class StageWorker:
         self._stuck: list[Future[Done]] = []
         self._stuck_lock = threading.Lock()
         self._configs: dict[int, RunConfig] = {}
+        self._unreadable: set[str] = set()
         self._stopping = threading.Event()
 
     def perform(self, episode_id: int, attempt: int) -> None:
@@ -98,6 +99,8 @@ class StageWorker:
             logger.warning("gave up stage=%s episode=%d reason=%s", self._stage, episode_id, error)
         except DatabaseUnavailable as error:
             logger.warning("left to the reaper stage=%s episode=%d reason=%s", self._stage, episode_id, error)
+        except UnreadableConfig as error:
+            self._leave_alone(error)
 
     def stop(self) -> None:
         """Hand all claims back, so that the process can end within seconds."""
@@ -106,7 +109,7 @@ class StageWorker:
 
     def _claim(self, wakeup: Wakeup) -> Claim | None:
         with self._database.autocommit() as conn:
-            claim = episodes.claim(
+            return episodes.claim(
                 conn,
                 wakeup,
                 worker=self._worker,
@@ -115,9 +118,12 @@ class StageWorker:
                 configs=self._configs,
                 node=self._settings.node,
             )
-        if claim is not None:
-            self._configs[claim.run_id] = claim.config
-        return claim
+
+    def _leave_alone(self, error: UnreadableConfig) -> None:
+        """Say once why the run's episodes wait; the reaper announces them again."""
+        if str(error) not in self._unreadable:
+            self._unreadable.add(str(error))
+            logger.error("takes no episodes stage=%s %s", self._stage, error)
 
     def _carry_out(self, claim: Claim) -> list[Wakeup]:
         try:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, MutableMapping
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -17,9 +17,9 @@ from pydantic import JsonValue
 from sqlalchemy import Connection, Row, text
 
 from common.config import RolloutConfig, RunConfig
-from common.config_section import STORED
 from common.db import stragglers
 from common.db.statement import Prepared
+from common.db.stored_config import read_config
 from common.episode import FINAL_STATES, MOVES, STAGE_OF, TAKES, EpisodeState, Stage
 from common.errors import LeaseLost
 from common.outcomes import Outcome
@@ -81,7 +81,7 @@ def claim(
     worker: str,
     token: UUID,
     lease_s: float,
-    configs: Mapping[int, RunConfig],
+    configs: MutableMapping[int, RunConfig],
     node: str | None = None,
 ) -> Claim | None:
     """Take the episode if it stands where the stage takes it, nobody holds it and its time has come; None otherwise.
@@ -90,20 +90,20 @@ def claim(
     whose sandbox lies on another node than `node`, the worker's. None = only such as may be played anywhere. INIT makes
     no second sandbox of an episode on a node without RUN while there is another one.
 
-    `configs` are run configurations that the caller has parsed before, by run id.
+    `configs` are run configurations that the caller's process has read before, by run id; one that is not among them is
+    read first, and added. Raises UnreadableConfig where it cannot be: the episode is not taken, and waits.
     """
-    row = _CLAIM[wakeup.stage].first(
-        conn,
-        {
-            "known": list(configs),
-            "id": wakeup.episode_id,
-            "attempt": wakeup.attempt,
-            "worker": worker,
-            "token": token,
-            "lease_s": lease_s,
-            "node": node,
-        },
-    )
+    given = {
+        "id": wakeup.episode_id,
+        "attempt": wakeup.attempt,
+        "worker": worker,
+        "token": token,
+        "lease_s": lease_s,
+        "node": node,
+    }
+    row = _CLAIM[wakeup.stage].first(conn, {**given, "known": list(configs)})
+    if row is None and _learn(conn, wakeup, configs):
+        row = _CLAIM[wakeup.stage].first(conn, {**given, "known": list(configs)})
     if row is None:
         return None
     handler, payload = row.task
@@ -115,7 +115,7 @@ def claim(
         worker=worker,
         group_id=row.group_id,
         run_id=row.run_id,
-        config=configs[row.run_id] if row.config is None else RunConfig.model_validate(row.config, context=STORED),
+        config=configs[row.run_id],
         handler=handler,
         payload=payload,
         # A new attempt still carries the old one's: the processes that start it may not write this column.
@@ -125,6 +125,15 @@ def claim(
         transcript=row.transcript or [],
         eval_version=row.eval_version,
     )
+
+
+def _learn(conn: Connection, wakeup: Wakeup, configs: MutableMapping[int, RunConfig]) -> bool:
+    """Read the configuration of the episode's run; False = it is known, or the episode is gone. Costs no claim."""
+    row = _UNKNOWN_RUN.first(conn, {"known": list(configs), "id": wakeup.episode_id, "attempt": wakeup.attempt})
+    if row is None:
+        return False
+    configs[row.id] = read_config(row.name, row.config)
+    return True
 
 
 _TYPES = {
@@ -166,19 +175,26 @@ def _claim(stage: Stage) -> Prepared:
            SET claim_worker = :worker, claim_token = :token, lease_until = now() + :lease_s * interval '1 second',
                not_before = NULL
          WHERE e.id = :id AND e.attempt = :attempt AND e.state = '{TAKES[stage]}' AND e.claim_token IS NULL
+           AND e.run_id = ANY(:known)
            AND (e.not_before IS NULL OR e.not_before <= now())
            {_WHERE.get(stage, "")}
         RETURNING e.group_id, e.run_id, e.prepared, e.num_turns, e.outcome, e.eval_version,
                   ({transcript if stage is Stage.EVAL else "NULL"}) AS transcript,
                   (SELECT jsonb_build_array(handler, payload) FROM task
-                    WHERE id = (SELECT task_id FROM episode_group WHERE id = e.group_id)) AS task,
-                  (SELECT config FROM run WHERE id = e.run_id AND id <> ALL(:known)) AS config
+                    WHERE id = (SELECT task_id FROM episode_group WHERE id = e.group_id)) AS task
         """,
         _TYPES,
     )
 
 
 _CLAIM = {stage: _claim(stage) for stage in Stage}
+_UNKNOWN_RUN = Prepared(
+    """
+    SELECT r.id, r.name, r.config FROM episode e JOIN run r ON r.id = e.run_id
+     WHERE e.id = :id AND e.attempt = :attempt AND e.claim_token IS NULL AND r.id <> ALL(:known)
+    """,
+    _TYPES,
+)
 
 
 def renew(conn: Connection, tokens: Collection[UUID], *, lease_s: float) -> set[UUID]:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from pydantic import ValidationError
 from sqlalchemy import Connection, text
 
 from common.config import RunConfig
-from common.config_section import STORED
+from common.db.stored_config import read_config
+from common.errors import UnreadableConfig
 
 
 def name_to_go_on(conn: Connection, config: RunConfig) -> str:
@@ -21,15 +21,15 @@ def name_to_go_on(conn: Connection, config: RunConfig) -> str:
         {"pattern": f"^{config.name}(-[0-9]+)?$"},
     ).all()
     for row in rows:
-        if row.state in ("ACTIVE", "PAUSED") and _is_same(row.config, config):
+        if row.state in ("ACTIVE", "PAUSED") and _is_same(row.name, row.config, config):
             return str(row.name)
     numbers = [int(row.name.removeprefix(config.name).removeprefix("-") or 1) for row in rows]
     return f"{config.name}-{max(numbers) + 1}" if numbers else config.name
 
 
-def _is_same(stored: dict[str, Any], config: RunConfig) -> bool:
+def _is_same(name: str, stored: dict[str, Any], config: RunConfig) -> bool:
     try:
-        other = RunConfig.model_validate(stored, context=STORED)
-    except ValidationError:
+        other = read_config(name, stored)
+    except UnreadableConfig:
         return False
     return other.model_copy(update={"name": config.name, "sharing": config.sharing}) == config

@@ -11,9 +11,9 @@ from typing import Any
 from sqlalchemy import Connection, Row, text
 
 from common.config import RunConfig, SharingConfig
-from common.config_section import STORED
+from common.db.stored_config import read_config
 from common.episode import RUN_MOVES, RunState
-from common.errors import SetupError
+from common.errors import SetupError, UnreadableConfig
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,9 +22,24 @@ class Run:
 
     id: int
     name: str
-    config: RunConfig
-    """Its section `sharing` is the one last configured: an operator may have set other values since."""
     state: RunState
+    stored: RunConfig | UnreadableConfig
+    """What `config` gives or raises: what needs no configuration goes on without it."""
+
+    @property
+    def config(self) -> RunConfig:
+        """Its section `sharing` is the one last configured: an operator may have set other values since.
+
+        Raises UnreadableConfig where another release has stored what this one refuses.
+        """
+        if isinstance(self.stored, UnreadableConfig):
+            raise self.stored
+        return self.stored
+
+    @property
+    def is_readable(self) -> bool:
+        """Whether there is a `config`."""
+        return isinstance(self.stored, RunConfig)
 
 
 def open_run(conn: Connection, config: RunConfig) -> Run:
@@ -44,7 +59,7 @@ def open_run(conn: Connection, config: RunConfig) -> Run:
     if run.config.sharing != config.sharing:
         run = _configure_sharing(conn, run, config.sharing)
     if run.config.model_copy(update={"tracking": config.tracking}) == config:
-        return replace(run, config=config)
+        return replace(run, stored=config)
     changed = conn.execute(
         text(
             """
@@ -59,7 +74,7 @@ def open_run(conn: Connection, config: RunConfig) -> Run:
     # The trainer publishes the start weights again: they may be another model's now.
     for table in ("evaluation_point", "policy_version"):
         conn.execute(text(f"DELETE FROM {table} WHERE run_id = :id"), {"id": run.id})
-    return replace(run, config=config)
+    return replace(run, stored=config)
 
 
 def find_same(conn: Connection, config: RunConfig) -> Run | None:
@@ -78,7 +93,7 @@ def _configure_sharing(conn: Connection, run: Run, sharing: SharingConfig) -> Ru
         {"id": run.id, "sharing": sharing.model_dump_json()},
     )
     set_sharing(conn, run.id, sharing)
-    return replace(run, config=run.config.model_copy(update={"sharing": sharing}))
+    return replace(run, stored=run.config.model_copy(update={"sharing": sharing}))
 
 
 def set_sharing(conn: Connection, run_id: int, sharing: SharingConfig) -> None:
@@ -149,7 +164,7 @@ def require(conn: Connection, name: str, *, lock: bool = False) -> Run:
 
 
 def active(conn: Connection) -> list[Run]:
-    """Runs that the feeder feeds."""
+    """Runs that the feeder feeds, those too whose configuration cannot be read."""
     rows = conn.execute(text("SELECT id, name, config, sharing, state FROM run WHERE state = 'ACTIVE' ORDER BY id"))
     return [from_row(row) for row in rows]
 
@@ -284,6 +299,12 @@ def move_cursor(conn: Connection, run_id: int, cursor: DataCursor) -> None:
 
 
 def from_row(row: Row[tuple[Any, ...]]) -> Run:
-    """A run from its columns id, name, config, sharing and state."""
-    config = RunConfig.model_validate({**row.config, "sharing": row.sharing}, context=STORED)
-    return Run(id=row.id, name=row.name, config=config, state=RunState(row.state))
+    """A run from its columns id, name, config, sharing and state, whether its configuration can be read or not."""
+    return Run(id=row.id, name=row.name, state=RunState(row.state), stored=_stored(row))
+
+
+def _stored(row: Row[tuple[Any, ...]]) -> RunConfig | UnreadableConfig:
+    try:
+        return read_config(row.name, {**row.config, "sharing": row.sharing})
+    except UnreadableConfig as error:
+        return error

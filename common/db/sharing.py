@@ -64,6 +64,9 @@ def loads(conn: Connection) -> list[Load]:
 
 def demand(conn: Connection, load: Load, *, fed: bool) -> Demand:
     """What the run could use; one that is not fed, because it is paused or in trouble, makes no groups."""
+    if not load.run.is_readable:
+        # Nobody knows the size of its groups; what it has in flight counts for the others, and it makes none.
+        return Demand(weight=load.sharing.weight, group_size=1, in_flight=load.episodes, room=0)
     return Demand(
         weight=load.sharing.weight,
         group_size=load.run.config.episodes_per_group,

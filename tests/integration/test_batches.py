@@ -177,6 +177,6 @@ def test_a_trainer_of_even_groups_is_given_no_others(
 
 def test_even_groups_cannot_spare_rows_that_are_left_out(world: World, open_source: Callable[[], GroupSource]) -> None:
     train = world.run.config.train.model_copy(update={"truncated": "mask"})
-    run = replace(world.run, config=world.run.config.model_copy(update={"train": train}))
+    run = replace(world.run, stored=world.run.config.model_copy(update={"train": train}))
     with pytest.raises(SetupError, match="even ones cannot spare"):
         replace(open_source(), run=run, even=True).take(0)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from types import MappingProxyType
 from typing import Any
 from uuid import uuid4
 
@@ -10,6 +11,7 @@ import pytest
 from sqlalchemy import Connection, text
 
 from benchmarks.big_run import GROUP_SIZE, GROUPS_PER_STEP, NUM_COMPLETE, NUM_OPEN, Size, fill
+from common.config import RunConfig
 from common.db import (
     engines,
     episodes,
@@ -61,8 +63,8 @@ def waiting(conn: Connection, state: EpisodeState, limit: int = 1) -> list[Wakeu
     return [Wakeup(stage=STAGE_OF[state], episode_id=row.id, attempt=1) for row in rows]
 
 
-def claim(conn: Connection, wakeup: Wakeup) -> Claim:
-    claim = episodes.claim(conn, wakeup, worker="w", token=uuid4(), lease_s=30, configs={})
+def claim(conn: Connection, wakeup: Wakeup, configs: Mapping[int, RunConfig] = MappingProxyType({})) -> Claim:
+    claim = episodes.claim(conn, wakeup, worker="w", token=uuid4(), lease_s=30, configs=dict(configs))
     assert claim is not None
     return claim
 
@@ -292,7 +294,7 @@ def test_claims_are_fast_on_the_tables_of_a_long_run(big: World) -> None:
         with times_of(conn) as times:
             for wakeup in wakeups:
                 conn.execute(text("SELECT 1"))
-                claim(conn, wakeup)
+                claim(conn, wakeup, {big.run.id: big.run.config})
         conn.rollback()
     assert len(times) == 400
     floor_s, claim_s = (sorted(part)[189] for part in (times[::2], times[1::2]))

@@ -200,7 +200,7 @@ def test_the_trainer_keeps_the_newest_versions_and_what_an_engine_serves(
 
 def test_versions_can_be_kept_for_good(world: World, new_trainer: NewTrainer) -> None:
     kept = world.run.config.train.model_copy(update={"keep_version_every": 2})
-    run = replace(world.run, config=world.run.config.model_copy(update={"train": kept}))
+    run = replace(world.run, stored=world.run.config.model_copy(update={"train": kept}))
     last = train(world, replace(new_trainer(), run=run), num_steps=5)
     assert sorted(entry.name for entry in last.path.parent.iterdir()) == [
         "000000",
