@@ -123,7 +123,7 @@ class Agent:
 
     async def _prompt(self, first: Sequence[Message], tools: Sequence[ToolSpec], turns: Sequence[Turn]) -> Prompt:
         if not turns:
-            return Prompt(ids=self.renderer.first_prompt(first, tools), num_before=0, sample=0)
+            return Prompt(ids=self._first_prompt(first, tools), num_before=0, sample=0)
         prompt = extended(turns, self.renderer.suffix(_results(turns[-1]), after=turns[-1].sampled.ids))
         messages = conversation(first, turns)
         if not self.renderer.keep_thinking:
@@ -135,6 +135,14 @@ class Agent:
         if prompt.sample > turns[-1].sample:
             logger.info("history rewritten: a new sample begins turn=%d sample=%d", len(turns), prompt.sample)
         return prompt
+
+    def _first_prompt(self, first: Sequence[Message], tools: Sequence[ToolSpec]) -> list[int]:
+        try:
+            return self.renderer.first_prompt(first, tools)
+        except ValueError as error:
+            # The task's messages and the run's template say so alone.
+            detail = f"the first prompt cannot be made: {error}"
+            raise EpisodeError(Outcome.HANDLER_FAILED, detail, is_final=True) from error
 
     async def _compacted(
         self, messages: tuple[Message, ...], tools: Sequence[ToolSpec], turns: Sequence[Turn]

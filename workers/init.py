@@ -91,5 +91,6 @@ def _network(of_task: NetworkConfig | None, of_run: NetworkConfig) -> NetworkCon
             Outcome.HANDLER_FAILED,
             f"the task's network allows {', '.join(beyond)}: private addresses must be in [sandbox.network] allow of "
             "the run, too",
+            is_final=True,
         )
     return of_task

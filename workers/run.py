@@ -100,6 +100,9 @@ class _Playing:
         self._handler = stage.handler(claim.handler)
         self._num_requests = 0
         self._sandbox: SandboxSession | None = None
+        if prepared.sandbox is None and isinstance(self._handler, JudgesFiles):
+            detail = f"handler {claim.handler} judges files, and its init prepares no sandbox: set needs_sandbox"
+            raise EpisodeError(Outcome.HANDLER_FAILED, detail, is_final=True)
         if prepared.sandbox is not None:
             with boundary(Outcome.SANDBOX_FAILED, f"sandbox {prepared.sandbox}"):
                 self._sandbox = stage.backend.attach(prepared.sandbox, prepared.spec)
@@ -113,8 +116,7 @@ class _Playing:
             return
         with boundary(Outcome.HANDLER_FAILED, f"submits of {self._claim.handler}"):
             rules = returned(self._handler.submits(self._claim.payload), FileRules, "submits")
-            if self._sandbox is None:
-                raise ValueError("a handler that judges files must prepare a sandbox")
+        assert self._sandbox is not None, "without one nothing is played"
         handed = await collect(self._sandbox, rules)
         await asyncio.to_thread(self._save_files, handed)
 

@@ -41,6 +41,7 @@ class Judging:
             raise EpisodeError(
                 Outcome.HANDLER_FAILED,
                 f"RUN handed over no files of episode {claim.episode_id}: its fleet's {claim.handler} judges none",
+                is_final=True,
             )
         loop, backend = self._opened()
         return SandboxJudge(

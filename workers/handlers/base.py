@@ -153,7 +153,7 @@ def compacted_messages(value: object, handler: str) -> tuple[Message, ...] | Non
         return None
     if not isinstance(value, list | tuple) or not all(isinstance(message, Message) for message in value):
         detail = f"compact of {handler} must return messages or None, got {reprlib.repr(value)}"
-        raise EpisodeError(Outcome.HANDLER_FAILED, detail)
+        raise EpisodeError(Outcome.HANDLER_FAILED, detail, is_final=True)
     if not value or value[-1].role not in ("user", "tool"):
         last = f"one of role {value[-1].role}" if value else "nothing"
         detail = f"compact of {handler} must end with a message of role user or tool, it ends with {last}"
@@ -165,7 +165,7 @@ def returned(value: object, kind: type[T], what: str) -> T:
     """The value, if a handler's call returned what it must. Raises EpisodeError that names the call and both types."""
     if not isinstance(value, kind):
         detail = f"{what} must return {kind.__name__}, got {type(value).__name__}"
-        raise EpisodeError(Outcome.HANDLER_FAILED, detail)
+        raise EpisodeError(Outcome.HANDLER_FAILED, detail, is_final=True)
     return value
 
 

@@ -76,7 +76,7 @@ class SandboxFolders:
                 _give_away(path)
         except (FileExistsError, NotADirectoryError) as error:
             raise EpisodeError(
-                Outcome.HANDLER_FAILED, f"the sandbox's files {sorted(files)} collide: {error}"
+                Outcome.HANDLER_FAILED, f"the sandbox's files {sorted(files)} collide: {error}", is_final=True
             ) from error
         except OSError as error:
             remedy = _REMEDIES.get(error.errno or 0, "see that the worker may write there")
@@ -122,7 +122,8 @@ def _check_name(name: str) -> None:
     parts = PurePosixPath(name).parts
     plain = "/".join(parts)
     if not parts or plain != name or name.startswith("/") or ".." in parts or "\0" in name:
-        raise EpisodeError(Outcome.HANDLER_FAILED, f"file name {name!r}: must be a plain relative path without ..")
+        detail = f"file name {name!r}: must be a plain relative path without .."
+        raise EpisodeError(Outcome.HANDLER_FAILED, detail, is_final=True)
 
 
 def _give_away(root: Path) -> None:

@@ -209,6 +209,22 @@ async def test_a_task_that_does_not_fit_is_no_fault_of_the_agent():
     assert (caught.value.outcome, caught.value.is_final) == (Outcome.HANDLER_FAILED, True)
 
 
+class Unshowable(CharRenderer):
+    def first_prompt(self, messages: Sequence[Message], tools: Sequence[ToolSpec]) -> list[int]:
+        raise ValueError("model: the chat template failed: no role 'critic'")
+
+
+async def test_first_messages_that_the_template_cannot_show_are_not_tried_again():
+    script = Scripted(said("done"))
+    script.agent = replace(script.agent, renderer=Unshowable())
+    with pytest.raises(
+        EpisodeError, match="the first prompt cannot be made: model: the chat template failed"
+    ) as caught:
+        await script.play()
+    assert (caught.value.outcome, caught.value.is_final) == (Outcome.HANDLER_FAILED, True)
+    assert script.prompts == []
+
+
 async def test_a_malformed_turn_is_told_and_stays_in_the_prompt_as_sampled():
     script = Scripted(said("!x"), said("done"), on_format_error="tell")
 

@@ -94,16 +94,16 @@ def test_a_handler_may_leave_a_conversation() -> None:
 
 
 @pytest.mark.parametrize(
-    ("value", "what"),
+    ("value", "what", "is_final"),
     [
-        ([], "it ends with nothing"),
-        ([ASKED, ANSWERED], "it ends with one of role assistant"),
-        ("go", "must return messages or None, got 'go'"),
-        ([{"role": "user", "content": "go"}], "must return messages or None, got "),
-        (7, "must return messages or None, got 7"),
+        ([], "it ends with nothing", False),
+        ([ASKED, ANSWERED], "it ends with one of role assistant", False),
+        ("go", "must return messages or None, got 'go'", True),
+        ([{"role": "user", "content": "go"}], "must return messages or None, got ", True),
+        (7, "must return messages or None, got 7", True),
     ],
 )
-def test_what_no_policy_could_answer_is_the_handler_s_failure(value: Any, what: str) -> None:
+def test_what_no_policy_could_answer_is_the_handler_s_failure(value: Any, what: str, is_final: bool) -> None:
     with pytest.raises(EpisodeError, match=f"compact of mine .*{what}") as caught:
         compacted_messages(value, "mine")
-    assert caught.value.outcome is Outcome.HANDLER_FAILED
+    assert (caught.value.outcome, caught.value.is_final) == (Outcome.HANDLER_FAILED, is_final)

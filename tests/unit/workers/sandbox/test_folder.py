@@ -30,7 +30,7 @@ def test_making_it_again_leaves_nothing_of_the_first(folders: SandboxFolders) ->
 def test_odd_names_are_refused(folders: SandboxFolders, name: str) -> None:
     with pytest.raises(EpisodeError, match="plain relative path") as caught:
         folders.create(HANDLE, {name: "x"})
-    assert caught.value.outcome is Outcome.HANDLER_FAILED
+    assert (caught.value.outcome, caught.value.is_final) == (Outcome.HANDLER_FAILED, True)
     assert not folders.path(HANDLE).exists()
 
 
@@ -38,7 +38,7 @@ def test_odd_names_are_refused(folders: SandboxFolders, name: str) -> None:
 def test_a_file_that_is_also_a_folder_is_refused(folders: SandboxFolders, files: dict[str, str]) -> None:
     with pytest.raises(EpisodeError) as caught:
         folders.create(HANDLE, files)
-    assert caught.value.outcome is Outcome.HANDLER_FAILED
+    assert (caught.value.outcome, caught.value.is_final) == (Outcome.HANDLER_FAILED, True)
 
 
 def test_a_disk_that_refuses_is_no_fault_of_the_handler(folders: SandboxFolders) -> None:

@@ -145,5 +145,5 @@ def test_a_task_says_what_it_reaches_but_for_private_addresses() -> None:
     inward = NetworkConfig(mode="proxy", allow=("10.0.0.1:80",))
     with pytest.raises(EpisodeError, match=r"allows 10.0.0.1:80: private addresses must be in") as caught:
         _network(inward, run)
-    assert caught.value.outcome is Outcome.HANDLER_FAILED
+    assert (caught.value.outcome, caught.value.is_final) == (Outcome.HANDLER_FAILED, True)
     assert _network(inward, NetworkConfig(mode="proxy", allow=("10.0.0.1:80", "b.org:1"))) is inward
