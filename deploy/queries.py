@@ -22,7 +22,7 @@ HEAD = """\
 # Queries
 
 What people ask of a run, with the answers of `{run}`,
-a run of the demo in which two workers were killed on purpose. Put your run's name into a query and give it to
+a run of the demo in which a worker was killed on purpose. Put your run's name into a query and give it to
 `rollmill sql` or `rollmill psql`; `rollmill queries RUN` asks them all. Where a query picks an episode or a group, put
 an id in place of the sub-select. Answers are shortened here: a long list ends in its length.
 

@@ -115,7 +115,7 @@ MORE_EXAMPLES = tuple(
         (
             "What broke under the episodes, where, and with which last error?",
             """
-            SELECT stage, kind, failures, episodes, failed_for_good, last_error
+            SELECT stage, kind, failures, episodes, failed_for_good, last_episode_id, last_error
               FROM failures_by_kind WHERE run = :run ORDER BY failures DESC, stage, kind
             """,
         ),

@@ -72,7 +72,17 @@ def answer(world: World, title: str) -> tuple[tuple[object, ...], ...]:
 
 
 def test_failures_are_named_by_their_own_kind_not_by_what_became_of_the_episode(lived: World) -> None:
-    assert answer(lived, "What broke") == (("INIT", "sandbox_failed", 1, 1, 0, "sandbox_failed: no room"),)
+    assert answer(lived, "What broke") == (("INIT", "sandbox_failed", 1, 1, 0, 1, "sandbox_failed: no room"),)
+
+
+def test_each_kind_of_failure_names_the_episode_of_its_last_error(world: World) -> None:
+    for wakeup, detail in zip(world.feed(), ("first", "second"), strict=True):
+        claim = world.must_claim(wakeup)
+        with world.database.begin() as conn:
+            retries.retry(conn, claim, outcome=Outcome.SANDBOX_FAILED, detail=detail, afresh=True, max_attempts=5)
+    with world.database.begin() as conn:
+        found = ask(conn, "SELECT last_episode_id, last_error FROM failures_by_kind").rows
+    assert found == ((claim.episode_id, "sandbox_failed: second"),)
 
 
 def test_a_run_that_goes_on_counts_as_no_failure(world: World) -> None:
