@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
+import os
+import shutil
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from common.errors import SetupError
@@ -18,7 +23,8 @@ TIMEOUT_S = 3600.0
 def merged_model(adapter: Path, *, base: Path, root: Path) -> Path:
     """Folder below `root` of the start weights `base` with the adapter in them; made unless it is there.
 
-    Raises SetupError where the adapter was trained over another model, or fits this one not.
+    Waits for: another merge below `root`, whose own time is limited. What a killed one has left there goes. Raises
+    SetupError where the adapter was trained over another model, or fits this one not.
     """
     adapter, base = adapter.absolute(), base.absolute()
     named = adapter_base(adapter)
@@ -31,9 +37,25 @@ def merged_model(adapter: Path, *, base: Path, root: Path) -> Path:
             f"adapter {adapter} needs the run's start weights under it, and model = {base} is an adapter too"
         )
     out = root / _identity(adapter, base)
-    if not out.exists():
-        _merge(adapter, base=base, out=out)
+    with _alone(root) as lock:
+        # Alone, so that every draft is one of a process that was killed.
+        for draft in root.glob(".draft-*"):
+            shutil.rmtree(draft)
+        if not out.exists():
+            _merge(adapter, base=base, out=out, lock=lock)
     return out
+
+
+@contextmanager
+def _alone(root: Path) -> Iterator[int]:
+    """Hold the folder's lock, which the kernel takes when the last process that has its descriptor is gone."""
+    root.mkdir(parents=True, exist_ok=True)
+    lock = os.open(root, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield lock
+    finally:
+        os.close(lock)
 
 
 def _identity(adapter: Path, base: Path) -> str:
@@ -47,12 +69,18 @@ def _identity(adapter: Path, base: Path) -> str:
     return content.hexdigest()[:16]
 
 
-def _merge(adapter: Path, *, base: Path, out: Path) -> None:
+def _merge(adapter: Path, *, base: Path, out: Path, lock: int) -> None:
+    """The process that merges has the lock too: where ours is killed, it goes on."""
     command = (sys.executable, "-m", "trainer", "merge")
     arguments = ("--model", str(base), "--adapter", str(adapter), "--out", str(out))
     try:
         done = subprocess.run(
-            [*command, *arguments], stdin=subprocess.DEVNULL, capture_output=True, timeout=TIMEOUT_S, check=False
+            [*command, *arguments],
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            timeout=TIMEOUT_S,
+            check=False,
+            pass_fds=(lock,),
         )
     except subprocess.TimeoutExpired:
         raise SetupError(f"adapter {adapter} is not merged into {base} after {TIMEOUT_S:.0f} s") from None
