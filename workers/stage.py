@@ -19,7 +19,15 @@ from common.db.episodes import Claim, Wakeup
 from common.db.retries import Backoff
 from common.db.session import Database
 from common.episode import EpisodeState, Stage, Turn
-from common.errors import DatabaseUnavailable, EpisodeError, LeaseLost, RollmillError, UnreadableConfig, boundary
+from common.errors import (
+    DatabaseUnavailable,
+    EpisodeError,
+    LeaseLost,
+    RollmillError,
+    SetupError,
+    UnreadableConfig,
+    boundary,
+)
 from common.outcomes import Outcome
 from common.settings import Settings
 from workers.leases import Leases
@@ -134,10 +142,10 @@ class StageWorker:
                 with self._leases.held(claim.token, woken.set):
                     return self._hand_on(claim, self._result(claim, future, woken))
         except EpisodeError as error:
-            logger.warning(
-                "stage failed stage=%s episode=%d attempt=%d %s", self._stage, claim.episode_id, claim.attempt, error
-            )
             return self._retry(claim, error)
+        except SetupError as error:
+            # What this machine lacks, another may have.
+            return self._retry(claim, EpisodeError(Outcome.HANDLER_FAILED, f"on worker {self._worker}: {error}"))
         except Interrupted:
             if self._stopping.is_set():
                 return self._give_back(claim)
@@ -208,6 +216,9 @@ class StageWorker:
         return [wakeup] if wakeup else []
 
     def _retry(self, claim: Claim, error: EpisodeError) -> list[Wakeup]:
+        logger.warning(
+            "stage failed stage=%s episode=%d attempt=%d %s", self._stage, claim.episode_id, claim.attempt, error
+        )
         # An episode with a sandbox starts over: a half-done command may have changed it.
         afresh = claim.stage is not Stage.EVAL and (claim.prepared or {}).get("sandbox") is not None
         with self._database.begin() as conn:

@@ -94,6 +94,7 @@ class Stages:
         self.handler = handler
         self.given_up: list[int] = []
         self.sent: list[Wakeup] = []
+        self.has_model = True
         renderer = Renderer.from_folder(MODEL)
         self.engine = Saying(renderer)
         backend = open_backend(settings)
@@ -104,7 +105,7 @@ class Stages:
             database=world.database,
             engines=self.engine,
             handler=lambda name: handler,  # type: ignore[arg-type,return-value]
-            renderer=lambda folder: renderer,
+            renderer=lambda config: renderer if self.has_model else Renderer.from_folder(MODEL / "gone"),
             backend=backend,
             node=settings.node,
         )
@@ -228,6 +229,19 @@ def test_a_first_prompt_that_can_never_fit_is_not_tried_again(world: World, stag
     row = stored(world, sent)
     assert (row.state, row.outcome, row.failures) == ("FAILED", "handler_failed", 1)
     assert "rollout.max_row_tokens is 2" in row.detail
+
+
+def test_what_a_machine_lacks_is_named_and_another_machine_goes_on(world: World, stages: Stages) -> None:
+    (sent,) = stages.perform(world.feed()[0])
+    stages.has_model = False
+    assert stages.perform(sent) == [sent]
+    row = stored(world, sent)
+    assert (row.state, row.failures, row.claim_token) == ("READY", 1, None)
+    assert row.detail.startswith("on worker w: ")
+    assert "has no tokenizer.json: is it a model folder?" in row.detail
+    stages.has_model = True
+    (scored,) = stages.perform(sent)
+    assert scored.stage is Stage.EVAL
 
 
 @handler(hangs_in="init")
