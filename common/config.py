@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import tomllib
 from pathlib import Path
 from typing import Annotated, Literal, Self
@@ -340,7 +341,9 @@ class RunConfig(Section):
 def load_run_config(path: Path) -> RunConfig:
     """Read a run's TOML file. Raises SetupError that names the file, the field and the value."""
     try:
-        return RunConfig.model_validate(tomllib.loads(path.read_text(encoding="utf-8")))
+        document = tomllib.loads(path.read_text(encoding="utf-8"))
+        # Strictly: TOML has types, and `true` is no number, nor is "2". A date has none in JSON, and is no value here.
+        return RunConfig.model_validate_json(json.dumps(document, default=str), strict=True)
     except OSError as error:
         raise SetupError(f"run configuration {path} cannot be read: {error.strerror}") from None
     except UnicodeDecodeError as error:
