@@ -73,6 +73,15 @@ class ProcessStatus:
     """From its last start to readiness; None = not ready yet."""
     last_exit: str | None
     """How it ended the last time, in words; None = never."""
+    last_words: str | None
+    """The last line of its log when it ended with an error the last time; None = it did not, or said nothing."""
+
+    @property
+    def last_end(self) -> str | None:
+        """How it ended the last time, and what it said; None = it never did, or that was its purpose."""
+        if self.last_exit is None or self.state is State.FINISHED:
+            return None
+        return self.last_exit if self.last_words is None else f"{self.last_exit}: {self.last_words}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -118,6 +127,7 @@ class Unit:
         self.restart_at = 0.0
         self.start_s: float | None = None
         self.last_exit: str | None = None
+        self.last_words: str | None = None
         self.killed_for: str | None = None
         """What its process did to be killed by us; None = it was not."""
         self._asked_at = 0.0
@@ -136,6 +146,7 @@ class Unit:
             restarts=self.restarts,
             start_s=self.start_s,
             last_exit=self.last_exit,
+            last_words=self.last_words,
         )
 
     def check_ready(self) -> None:
@@ -288,6 +299,7 @@ class Supervisor:
 
     def _note_end(self, unit: Unit, exit_code: int) -> None:
         unit.last_exit = unit.process.explain_end(exit_code, killed_for=unit.killed_for)
+        unit.last_words = unit.process.last_line() if exit_code > 0 else None
         # What it left behind may hold its port or its files, so that goes before a restart.
         self._end_adopted()
         remove_record(self.folder.run, unit.spec.name)
@@ -302,9 +314,7 @@ class Supervisor:
         pause_s = min(self._policy.backoff_s * 2 ** min(len(unit.row) - 1, 40), MAX_BACKOFF_S)
         unit.state = State.WAITING
         unit.restart_at = time.monotonic() + pause_s
-        last_line = unit.process.last_line() if exit_code > 0 else None
-        reason = f"{unit.last_exit}: {last_line}" if last_line else unit.last_exit
-        logger.warning("process=%s %s; starting it again in %.2f s", unit.spec.name, reason, pause_s)
+        logger.warning("process=%s %s; starting it again in %.2f s", unit.spec.name, unit.status().last_end, pause_s)
 
     def _stop_layer(self, layer: list[Unit]) -> None:
         stopping = [unit for unit in layer if unit.runs]

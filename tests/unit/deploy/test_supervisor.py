@@ -190,7 +190,37 @@ def test_what_a_person_must_mend_ends_all_however_long_it_takes_to_find_out(
         supervisor.start(python("trainer", code))
         with pytest.raises(SetupError, match=r"^trainer ended with exit code 2, 2 times in a row"):
             poll_until(supervisor, lambda: False)
-    assert any("ended with exit code 2: trainer: no such layer: q_prjo; starting" in line for line in caplog.messages)
+        (status,) = supervisor.statuses()
+    assert status.last_end == "ended with exit code 2: trainer: no such layer: q_prjo"
+    assert any(f"{status.last_end}; starting" in line for line in caplog.messages)
+
+
+# A program that ends with an error at its first start, and runs at its second.
+FAIL_ONCE = """
+import os, sys, time
+if not os.path.exists(sys.argv[1]):
+    open(sys.argv[1], "w").close()
+    sys.exit("no such file: x")
+time.sleep(600)
+"""
+
+
+def test_what_a_process_said_is_of_its_last_end_alone(folder: DataFolder, tmp_path: Path) -> None:
+    with Supervisor(folder, crash_policy=QUICK) as supervisor:
+        supervisor.launch(python("server", FAIL_ONCE, tmp_path / "x"))
+        poll_until(supervisor, lambda: supervisor.statuses()[0].restarts == 1, timeout_s=60)
+        assert supervisor.statuses()[0].last_end == "ended with exit code 1: no such file: x"
+        os.kill(supervisor.statuses()[0].pid, signal.SIGKILL)
+        poll_until(supervisor, lambda: supervisor.statuses()[0].restarts == 2, timeout_s=60)
+        assert supervisor.statuses()[0].last_end == "was killed by SIGKILL"
+
+
+def test_a_process_that_ended_as_it_should_has_no_end_to_tell_of(folder: DataFolder) -> None:
+    with Supervisor(folder, crash_policy=QUICK) as supervisor:
+        supervisor.start(python("once", "print('all done')", restart=Restart.ON_FAILURE))
+        poll_until(supervisor, lambda: supervisor.statuses()[0].state is State.FINISHED, timeout_s=60)
+        assert supervisor.statuses()[0].last_exit == "ended with exit code 0"
+        assert supervisor.statuses()[0].last_end is None
 
 
 def test_a_process_that_ends_before_it_is_ready_is_named_with_its_log(folder: DataFolder) -> None:
