@@ -14,14 +14,15 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from enum import StrEnum
 from signal import Signals
 from types import FrameType, TracebackType
 from typing import Self
 
-from common.errors import EXIT_AWAY, EXIT_SETUP, RollmillError, SetupError
+from common.errors import RollmillError, SetupError
+from deploy.crash_policy import CrashPolicy
 from deploy.folder import DataFolder
 from deploy.leftovers import end_leftovers, mark_of, remove_record, write_record
 from deploy.process import Process, ProcessSpec, Restart
@@ -84,36 +85,6 @@ class ProcessStatus:
         return self.last_exit if self.last_words is None else f"{self.last_exit}: {self.last_words}"
 
 
-@dataclass(frozen=True, kw_only=True)
-class CrashPolicy:
-    """When a process that keeps ending is given up."""
-
-    max_in_row: int = 5
-    """This many ends in a row, each soon after its start, stop everything."""
-    max_setup_errors: int = 3
-    """This many in a row with EXIT_SETUP, within lived_s of the start, stop everything: a person must mend what is
-    wrong, and how long a process takes to find out says how busy the machine is."""
-    soon_s: float = 10.0
-    """A process that is killed later than this after its start begins a new row."""
-    failed_soon_s: float = 60.0
-    """The same for one that ends by itself: on a busy machine it takes long to get anywhere."""
-    lived_s: float = 600.0
-    """The same for one that ends with EXIT_SETUP."""
-    backoff_s: float = 0.25
-    """Pause before the first restart; doubles with each crash of the row."""
-
-    def is_soon(self, exit_code: int, ran_s: float) -> bool:
-        """Whether an end goes on with the row."""
-        if exit_code == EXIT_SETUP:
-            return ran_s < self.lived_s
-        return ran_s < (self.soon_s if exit_code < 0 else self.failed_soon_s)
-
-    def is_enough(self, row: Sequence[int]) -> bool:
-        """Whether the ends in a row, of these exit codes, stop everything. Who only waited in vain may go on to."""
-        num_away = row.count(EXIT_AWAY)
-        return row.count(EXIT_SETUP) >= self.max_setup_errors or len(row) - num_away >= self.max_in_row
-
-
 class Unit:
     """One process over its restarts."""
 
@@ -156,6 +127,13 @@ class Unit:
             self._asked_at = self._answered_at = time.monotonic()
             self.start_s = time.monotonic() - self.process.started_at
             logger.info("process=%s pid=%d is up after %.2f s", self.spec.name, self.process.pid, self.start_s)
+
+    def lived_s(self) -> float:
+        """Since it was ready, 0 where it is not yet; since its start where nobody can tell when it is."""
+        ran_s = time.monotonic() - self.process.started_at
+        if self.spec.ready is None:
+            return ran_s
+        return 0.0 if self.start_s is None else ran_s - self.start_s
 
     def is_late(self) -> bool:
         waited_s = time.monotonic() - self.process.started_at
@@ -307,7 +285,7 @@ class Supervisor:
             unit.state = State.FINISHED
             logger.info("process=%s is finished", unit.spec.name)
             return
-        is_soon = self._policy.is_soon(exit_code, time.monotonic() - unit.process.started_at)
+        is_soon = self._policy.is_soon(exit_code, unit.lived_s())
         unit.row = [*unit.row, exit_code] if is_soon else [exit_code]
         if self._policy.is_enough(unit.row):
             raise unit.failure(f"{unit.last_exit}, {len(unit.row)} times in a row")

@@ -19,11 +19,12 @@ from typing import Any
 import pytest
 
 from common.errors import SetupError
+from deploy.crash_policy import CrashPolicy
 from deploy.folder import DataFolder
 from deploy.leftovers import end_leftovers, mark_of
 from deploy.process import READ_BYTES, Process, ProcessSpec, Restart
 from deploy.procfs import boot_id, read_stat
-from deploy.supervisor import CrashPolicy, State, StopRequested, Supervisor
+from deploy.supervisor import State, StopRequested, Supervisor
 
 QUICK = CrashPolicy(max_in_row=3, soon_s=5.0, backoff_s=0.01)
 SLEEP = "import time; time.sleep(600)"
@@ -179,6 +180,32 @@ def test_crashes_far_apart_do_not_add_up(folder: DataFolder) -> None:
     with Supervisor(folder, crash_policy=policy) as supervisor:
         supervisor.start(python("flaky", "raise SystemExit(1)"))
         poll_until(supervisor, lambda: supervisor.statuses()[0].restarts == 4)
+
+
+# A program that takes long to get anywhere, says so with its pid if it is to, and ends at once.
+LOAD_AND_FAIL = """
+import os, sys, time
+time.sleep(2)
+if sys.argv[2] == "True":
+    with open(sys.argv[1], "w") as file:
+        file.write(str(os.getpid()))
+    time.sleep(0.2)
+sys.exit(1)
+"""
+
+
+@pytest.mark.parametrize("gets_ready", [False, True])
+def test_what_a_process_takes_to_be_ready_is_not_lived(folder: DataFolder, tmp_path: Path, gets_ready: bool) -> None:
+    policy = CrashPolicy(max_in_row=2, failed_soon_s=1.5, backoff_s=0.01)
+    file = tmp_path / "pid"
+    with Supervisor(folder, crash_policy=policy) as supervisor:
+
+        def ready() -> bool:
+            return file.exists() and file.read_text() == str(supervisor.statuses()[0].pid)
+
+        supervisor.launch(python("server", LOAD_AND_FAIL, file, gets_ready, ready=ready))
+        with pytest.raises(SetupError, match=r"^server ended with exit code 1, 2 times in a row"):
+            poll_until(supervisor, lambda: False, timeout_s=60)
 
 
 def test_what_a_person_must_mend_ends_all_however_long_it_takes_to_find_out(
