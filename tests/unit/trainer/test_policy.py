@@ -60,16 +60,6 @@ def replace_by_nothing(sample: Sample) -> Sample:
     return replace(sample, **{name: getattr(sample, name)[:0] for name in names})
 
 
-@pytest.fixture
-def group(make_policy: MakePolicy, make_random_sample: MakeSample) -> list[Sample]:
-    """Two groups of two rows of different length, sampled by the start weights."""
-    policy = make_policy()
-    return [
-        make_random_sample(number, group_id=number // 3, length=16 + 4 * number, policy=policy)
-        for number in (1, 2, 3, 4)
-    ]
-
-
 ADVANTAGES = {1: 1.0, 2: -1.0, 3: -1.0, 4: 1.0}
 
 
