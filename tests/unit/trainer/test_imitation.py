@@ -12,9 +12,9 @@ import torch
 from common.config import RunConfig
 from common.errors import SetupError
 from trainer.imitation import Imitator
-from trainer.policy import TrainingError
 from trainer.sft_rows import WeightedRow
 from trainer.tiny import VOCAB_SIZE
+from trainer.update import TrainingError
 
 MakeImitator = Callable[..., Imitator]
 

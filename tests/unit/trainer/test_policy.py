@@ -16,8 +16,9 @@ from common.config import RunConfig
 from common.errors import SetupError
 from trainer.advantages import GroupRewards, step_advantages
 from trainer.losses import StepTotals, policy_loss
-from trainer.policy import Policy, TrainingError
+from trainer.policy import Policy
 from trainer.samples import Sample, pad, split_by_group
+from trainer.update import TrainingError
 
 MakeSample = Callable[..., Sample]
 MakePolicy = Callable[..., Policy]
