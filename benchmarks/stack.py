@@ -13,12 +13,13 @@ from common.db import engines, runs
 from common.db.runs import Run
 from common.db.session import Database, migrate
 from common.episode import Stage
+from deploy.crash_policy import CrashPolicy
 from deploy.folder import DataFolder
 from deploy.ports import HOST, free_port, http_ok
 from deploy.postgres import prepare_postgres
 from deploy.process import ProcessSpec, Restart
 from deploy.rabbitmq import prepare_rabbitmq
-from deploy.supervisor import CrashPolicy, Supervisor
+from deploy.supervisor import Supervisor
 
 NEVER_GIVE_UP = CrashPolicy(soon_s=0.0, failed_soon_s=0.0, lived_s=0.0)
 """No end counts as a crash soon after the start: here it is us who end the processes."""

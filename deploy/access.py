@@ -61,14 +61,17 @@ def _no_database(data_dir: Path) -> SetupError:
 
 @contextmanager
 def _idle_folder(data_dir: Path) -> Iterator[DataFolder]:
-    """The folder of a stack that is down. Raises SetupError while one starts: until it is up, it has no address."""
+    """The folder of a stack that is down. Raises SetupError while one starts: until it is up, it has no address.
+
+    So does another command of this kind that is open: its server ends with it.
+    """
     with ExitStack() as ours:
         try:
             folder = ours.enter_context(DataFolder(data_dir))
         except FolderInUse as error:
             raise SetupError(
-                f"process {error.holder} on data folder {data_dir} is still starting, or just ending: "
-                "try again in a moment"
+                f"process {error.holder} holds data folder {data_dir} and has no stack up: "
+                "try again when it is up or has ended"
             ) from None
         yield folder
 

@@ -78,7 +78,8 @@ def render(view: View) -> RenderableType:
     parts: list[RenderableType] = [_figures(view)]
     if view.snapshot is not None:
         parts += [Text(), _stages(view.snapshot), Text(), _groups(view.snapshot)]
-    parts += [_processes(view.processes), Text(f"data {view.data_folder}   logs {view.data_folder / 'logs'}", "dim")]
+    parts += [_processes(view.processes), *(Text(line, "yellow") for line in _last_ends(view.processes))]
+    parts += [Text(f"data {view.data_folder}   logs {view.data_folder / 'logs'}", "dim")]
     if view.snapshot is not None and view.snapshot.last_failure is not None:
         parts.append(Text(f"last failure: {short_failure(view.snapshot.last_failure)}", "yellow"))
     if view.problem is not None:
@@ -111,6 +112,7 @@ def plain_line(view: View) -> str:
     restarts = sum(process.restarts for process in view.processes)
     if restarts:
         parts.append(f"restarts {restarts}")
+    parts += _last_ends(view.processes)
     if snapshot is not None and snapshot.last_failure is not None:
         parts.append(f"last failure: {short_failure(snapshot.last_failure)}")
     if view.problem is not None:
@@ -193,6 +195,11 @@ def _processes(processes: Sequence[ProcessStatus]) -> Text:
     restarted = [f"{process.name} {process.restarts}" for process in processes if process.restarts]
     line.append("   restarts " + (", ".join(restarted) or "0"), "yellow" if restarted else "")
     return line
+
+
+def _last_ends(processes: Sequence[ProcessStatus]) -> list[str]:
+    """Why processes were started again, or soon are: one line for each that ended."""
+    return [f"{one.name} {short_failure(one.last_end)}" for one in processes if one.last_end is not None]
 
 
 def _or_dash(value: int | None) -> str:

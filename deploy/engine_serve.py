@@ -16,10 +16,11 @@ from common.db.runs import Run
 from common.db.session import Database
 from common.errors import DatabaseUnavailable, SetupError
 from common.model_folder import read_context
+from deploy.crash_policy import CrashPolicy
 from deploy.engine_probe import check_engine, num_requests, read_vocab_size
 from deploy.folder import DataFolder
 from deploy.ports import HOST, require_free
-from deploy.supervisor import CrashPolicy, State, StopRequested, Supervisor
+from deploy.supervisor import State, StopRequested, Supervisor
 from deploy.vllm import VllmPlan, vllm_spec
 
 POLL_S = 0.1
@@ -27,8 +28,7 @@ LOOK_EVERY_S = 2.0
 """How often the database is asked whether the engine is still wanted."""
 NOTICED_S = 1.0
 """After it, every worker has read that the engine takes no new work."""
-CRASHES = CrashPolicy(max_in_row=5, soon_s=120.0, failed_soon_s=120.0, backoff_s=1.0)
-"""A server that ends while it loads its model has not lived."""
+CRASHES = CrashPolicy(backoff_s=1.0)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import fcntl
 import os
 import secrets
+import sys
+import textwrap
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -12,6 +14,8 @@ from typing import Self
 from common.errors import SetupError
 
 MIN_FREE_BYTES = 500_000_000
+MAX_COMMAND_CHARS = 120
+MAX_HOLDER_BYTES = 4096
 
 
 class FolderInUse(SetupError):
@@ -19,11 +23,11 @@ class FolderInUse(SetupError):
 
     def __init__(self, folder: Path, holder: str) -> None:
         super().__init__(
-            f"data folder {folder} is in use by process {holder}: stop that one, "
+            f"data folder {folder} is in use by process {holder}: wait until it has ended or stop it, "
             "or choose another folder with ROLLMILL_DATA_DIR"
         )
         self.holder = holder
-        """Id of the process."""
+        """Id of the process and its command: 4711 (rollmill psql)."""
 
 
 class DataFolder:
@@ -49,7 +53,7 @@ class DataFolder:
             self._lock_fd = os.open(self.run / "lock", os.O_RDWR | os.O_CREAT, 0o600)
             fcntl.flock(self._lock_fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            holder = os.pread(self._fd(), 32, 0).decode().strip()
+            holder = os.pread(self._fd(), MAX_HOLDER_BYTES, 0).decode(errors="replace").strip()
             self._unlock()
             raise FolderInUse(self.path, holder) from None
         except OSError as error:
@@ -59,7 +63,7 @@ class DataFolder:
             ) from None
         self._check_free_space()
         os.ftruncate(self._fd(), 0)
-        os.pwrite(self._fd(), str(os.getpid()).encode(), 0)
+        os.pwrite(self._fd(), f"{os.getpid()} ({_command()})".encode(errors="replace"), 0)
         return self
 
     def __exit__(
@@ -83,6 +87,12 @@ class DataFolder:
                 f"only {free / 1e6:.0f} MB free for data folder {self.path}, "
                 f"{self._min_free_bytes / 1e6:.0f} MB are needed: make room, or choose another with ROLLMILL_DATA_DIR"
             )
+
+
+def _command() -> str:
+    """This process's command line, short enough for a message."""
+    command = " ".join([Path(sys.argv[0]).name, *sys.argv[1:]])
+    return textwrap.shorten(command, MAX_COMMAND_CHARS, placeholder=" …")
 
 
 def free_bytes(path: Path) -> int:

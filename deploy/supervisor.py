@@ -14,14 +14,15 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from enum import StrEnum
 from signal import Signals
 from types import FrameType, TracebackType
 from typing import Self
 
-from common.errors import EXIT_AWAY, EXIT_SETUP, RollmillError, SetupError
+from common.errors import RollmillError, SetupError
+from deploy.crash_policy import CrashPolicy
 from deploy.folder import DataFolder
 from deploy.leftovers import end_leftovers, mark_of, remove_record, write_record
 from deploy.process import Process, ProcessSpec, Restart
@@ -73,36 +74,15 @@ class ProcessStatus:
     """From its last start to readiness; None = not ready yet."""
     last_exit: str | None
     """How it ended the last time, in words; None = never."""
+    last_words: str | None
+    """The last line of its log when it ended with an error the last time; None = it did not, or said nothing."""
 
-
-@dataclass(frozen=True, kw_only=True)
-class CrashPolicy:
-    """When a process that keeps ending is given up."""
-
-    max_in_row: int = 5
-    """This many ends in a row, each soon after its start, stop everything."""
-    max_setup_errors: int = 3
-    """This many in a row with EXIT_SETUP, within lived_s of the start, stop everything: a person must mend what is
-    wrong, and how long a process takes to find out says how busy the machine is."""
-    soon_s: float = 10.0
-    """A process that is killed later than this after its start begins a new row."""
-    failed_soon_s: float = 60.0
-    """The same for one that ends by itself: on a busy machine it takes long to get anywhere."""
-    lived_s: float = 600.0
-    """The same for one that ends with EXIT_SETUP."""
-    backoff_s: float = 0.25
-    """Pause before the first restart; doubles with each crash of the row."""
-
-    def is_soon(self, exit_code: int, ran_s: float) -> bool:
-        """Whether an end goes on with the row."""
-        if exit_code == EXIT_SETUP:
-            return ran_s < self.lived_s
-        return ran_s < (self.soon_s if exit_code < 0 else self.failed_soon_s)
-
-    def is_enough(self, row: Sequence[int]) -> bool:
-        """Whether the ends in a row, of these exit codes, stop everything. Who only waited in vain may go on to."""
-        num_away = row.count(EXIT_AWAY)
-        return row.count(EXIT_SETUP) >= self.max_setup_errors or len(row) - num_away >= self.max_in_row
+    @property
+    def last_end(self) -> str | None:
+        """How it ended the last time, and what it said; None = it never did, or that was its purpose."""
+        if self.last_exit is None or self.state is State.FINISHED:
+            return None
+        return self.last_exit if self.last_words is None else f"{self.last_exit}: {self.last_words}"
 
 
 class Unit:
@@ -118,6 +98,7 @@ class Unit:
         self.restart_at = 0.0
         self.start_s: float | None = None
         self.last_exit: str | None = None
+        self.last_words: str | None = None
         self.killed_for: str | None = None
         """What its process did to be killed by us; None = it was not."""
         self._asked_at = 0.0
@@ -136,6 +117,7 @@ class Unit:
             restarts=self.restarts,
             start_s=self.start_s,
             last_exit=self.last_exit,
+            last_words=self.last_words,
         )
 
     def check_ready(self) -> None:
@@ -145,6 +127,13 @@ class Unit:
             self._asked_at = self._answered_at = time.monotonic()
             self.start_s = time.monotonic() - self.process.started_at
             logger.info("process=%s pid=%d is up after %.2f s", self.spec.name, self.process.pid, self.start_s)
+
+    def lived_s(self) -> float:
+        """Since it was ready, 0 where it is not yet; since its start where nobody can tell when it is."""
+        ran_s = time.monotonic() - self.process.started_at
+        if self.spec.ready is None:
+            return ran_s
+        return 0.0 if self.start_s is None else ran_s - self.start_s
 
     def is_late(self) -> bool:
         waited_s = time.monotonic() - self.process.started_at
@@ -288,6 +277,7 @@ class Supervisor:
 
     def _note_end(self, unit: Unit, exit_code: int) -> None:
         unit.last_exit = unit.process.explain_end(exit_code, killed_for=unit.killed_for)
+        unit.last_words = unit.process.last_line() if exit_code > 0 else None
         # What it left behind may hold its port or its files, so that goes before a restart.
         self._end_adopted()
         remove_record(self.folder.run, unit.spec.name)
@@ -295,16 +285,14 @@ class Supervisor:
             unit.state = State.FINISHED
             logger.info("process=%s is finished", unit.spec.name)
             return
-        is_soon = self._policy.is_soon(exit_code, time.monotonic() - unit.process.started_at)
+        is_soon = self._policy.is_soon(exit_code, unit.lived_s())
         unit.row = [*unit.row, exit_code] if is_soon else [exit_code]
         if self._policy.is_enough(unit.row):
             raise unit.failure(f"{unit.last_exit}, {len(unit.row)} times in a row")
         pause_s = min(self._policy.backoff_s * 2 ** min(len(unit.row) - 1, 40), MAX_BACKOFF_S)
         unit.state = State.WAITING
         unit.restart_at = time.monotonic() + pause_s
-        last_line = unit.process.last_line() if exit_code > 0 else None
-        reason = f"{unit.last_exit}: {last_line}" if last_line else unit.last_exit
-        logger.warning("process=%s %s; starting it again in %.2f s", unit.spec.name, reason, pause_s)
+        logger.warning("process=%s %s; starting it again in %.2f s", unit.spec.name, unit.status().last_end, pause_s)
 
     def _stop_layer(self, layer: list[Unit]) -> None:
         stopping = [unit for unit in layer if unit.runs]

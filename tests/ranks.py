@@ -21,12 +21,13 @@ from common.episode import ScoredEpisode, TurnTokens
 from common.errors import SetupError
 from trainer.checkpoint import CheckpointStore, Owner
 from trainer.lora import adapter_writer
-from trainer.policy import Policy, TrainingError
+from trainer.policy import Policy
 from trainer.publish import version_writer
 from trainer.ranks import Ranks
 from trainer.samples import Sample, make_samples
 from trainer.teacher import LoadedTeacher, with_teacher_logprobs
 from trainer.tiny import VOCAB_SIZE
+from trainer.update import TrainingError
 
 NUM_STEPS = 2
 PUT_TOGETHER = NUM_STEPS + 1

@@ -17,11 +17,12 @@ from common.config import RunConfig
 from common.errors import SetupError
 from trainer.lora import with_adapter
 from trainer.modelling import load_model
-from trainer.policy import Policy, TrainingError
+from trainer.policy import Policy
 from trainer.ranks import on_all_ranks
 from trainer.samples import RowKey, Sample, pad
 from trainer.sft_rows import WeightedRow
 from trainer.sharding import whole
+from trainer.update import TrainingError
 
 MUON_LEARNING_RATE = 0.02
 """Of the matrices; train.learning_rate is that of the rest."""
@@ -44,7 +45,7 @@ class Imitator(Policy):
             raise SetupError("--optimizer muon trains whole matrices: not with --lora-rank, nor on several ranks")
         head = self.model.get_output_embeddings()
         ends = {id(self.model.get_input_embeddings().weight), id(head.weight)}
-        trained = self._trained().values()
+        trained = self.trained().values()
         matrices = [parameter for parameter in trained if parameter.ndim == 2 and id(parameter) not in ends]
         rest = [parameter for parameter in trained if parameter.ndim != 2 or id(parameter) in ends]
         self.muon = torch.optim.Muon(
@@ -78,7 +79,7 @@ class Imitator(Policy):
         if keys := set[RowKey]().union(*wrong_of_ranks):
             named = sorted({row.where for row in rows if row.sample.key in keys})
             raise TrainingError(f"step {step}: the loss is not finite in {', '.join(named)}")
-        clipped = torch.nn.utils.clip_grad_norm_(self._trained().values(), self.train.grad_clip)
+        clipped = torch.nn.utils.clip_grad_norm_(self.trained().values(), self.train.grad_clip)
         grad_norm = whole(clipped).item()
         if not math.isfinite(grad_norm):
             raise TrainingError(f"step {step}: the gradient is {grad_norm} over {rows[0].where} and others")

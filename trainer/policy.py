@@ -21,10 +21,10 @@ from trainer.checkpoint import write_whole
 from trainer.kl import kl_estimate
 from trainer.logprobs import TokenScorer, score_batch
 from trainer.lora import adapter_parameters, with_adapter, without_adapter
-from trainer.losses import StepTotals, TokenStats, needs_all_rows, policy_loss
+from trainer.losses import StepTotals, TokenStats, needs_all_rows
 from trainer.modelling import load_model, recompute_layers, set_up
 from trainer.probe import probe
-from trainer.ranks import AgreedError, Ranks, on_all_ranks
+from trainer.ranks import Ranks, on_all_ranks
 from trainer.samples import (
     Batch,
     RowKey,
@@ -40,11 +40,7 @@ from trainer.schedule import learning_rate
 from trainer.sharding import shard, spread_like, whole
 from trainer.shards import Sharded, read_shards, write_shards
 from trainer.state import check_state, places_for, put_moments, state_of
-from trainer.train_batch import TrainBatch
-
-
-class TrainingError(AgreedError):
-    """The numbers of a training step are not finite. The message names the step and the episodes."""
+from trainer.update import prepare, refuse_infinite, update
 
 
 class Policy:
@@ -80,7 +76,7 @@ class Policy:
         self._parameters = dict(self.model.named_parameters())
         # An optimizer that knew the frozen weights would save no state for them, and miss it when it is restored.
         self.optimizer = torch.optim.AdamW(
-            self._trained().values(),
+            self.trained().values(),
             lr=train.learning_rate,
             betas=(train.beta1, train.beta2),
             weight_decay=train.weight_decay,
@@ -125,7 +121,7 @@ class Policy:
         set_up(model, train=self.train).eval()
         return self._make_scorer(model, temperature=temperature, top_p=top_p)
 
-    def _trained(self) -> dict[str, torch.nn.Parameter]:
+    def trained(self) -> dict[str, torch.nn.Parameter]:
         """By name: all parameters, or the adapter's where there is one."""
         return {name: parameter for name, parameter in self._parameters.items() if parameter.requires_grad}
 
@@ -149,7 +145,7 @@ class Policy:
         for rows in self.microbatches([row for row in samples if row.num_tokens]):
             batch = pad(rows)
             estimate_BL = kl_estimate(
-                batch.behaviour_logprobs_BL, self._reference_logprobs(batch), estimator=self.train.kl_estimator
+                batch.behaviour_logprobs_BL, self.reference_logprobs(batch), estimator=self.train.kl_estimator
             )
             # Both arguments are 0 outside the mask, and so is each estimate.
             for row, kl in zip(rows, estimate_BL.sum(dim=1).tolist(), strict=True):
@@ -192,10 +188,10 @@ class Policy:
         all_rows = needs_all_rows(self.train)
         kept = [sample for sample in with_tokens if all_rows or advantages[sample.episode_id] != 0]
         minibatches = [
-            self._prepare(part, advantages)
+            prepare(self, part, advantages)
             for part in split_by_group(kept, parts=self.train.minibatches, randomness=randomness)
         ]
-        self._refuse_infinite(minibatches, version=version)
+        refuse_infinite(self, minibatches, version=version)
         rate = learning_rate(self.train, version)
         for group in self.optimizer.param_groups:
             group["lr"] = rate
@@ -203,7 +199,7 @@ class Policy:
         totals = StepTotals(num_tokens=tokens.total(), num_episodes=len(tokens))
         loss, stats, grad_norms = 0.0, TokenStats(), [0.0]
         for minibatch in minibatches:
-            minibatch_loss, minibatch_stats, grad_norm = self._update(minibatch, version=version, totals=totals)
+            minibatch_loss, minibatch_stats, grad_norm = update(self, minibatch, version=version, totals=totals)
             loss += minibatch_loss
             stats += minibatch_stats
             grad_norms.append(grad_norm)
@@ -214,7 +210,7 @@ class Policy:
 
         Where there are several ranks, this one's part of each.
         """
-        return state_of(self._trained(), self.optimizer)
+        return state_of(self.trained(), self.optimizer)
 
     @on_all_ranks
     def write_state(self, folder: Path, owner: Mapping[str, str] | None = None) -> None:
@@ -233,7 +229,7 @@ class Policy:
         if self.ranks.size == 1:
             return None
         buffers = {name: value for name, value in self.model.named_buffers() if name in self.model.state_dict()}
-        return self._collected(self._trained() | buffers)
+        return self._collected(self.trained() | buffers)
 
     def _collected(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         collected = {}
@@ -263,7 +259,7 @@ class Policy:
             stored = Sharded(folder=state.folder, tensors=taken)
         else:
             whole_ones |= taken
-        check_state({**whole_ones, **taken}, self._trained())
+        check_state({**whole_ones, **taken}, self.trained())
         shapes = {name: torch.empty_like(tensor, device="meta") for name, tensor in whole_ones.items()}
         with self.ranks.naming_lost():
             self.ranks.call("take_state", shapes, stored)
@@ -271,7 +267,7 @@ class Policy:
 
     def take_state(self, tensors: Mapping[str, torch.Tensor], stored: Sharded | None) -> None:
         """This rank's part of `restore`; only rank 0 need have the values of `tensors`. `stored` is read by all."""
-        parameters = self._trained()
+        parameters = self.trained()
         places = places_for({**tensors, **(stored.tensors if stored else {})}, parameters)
         for name, tensor in tensors.items():
             places[name].copy_(spread_like(places[name], self.ranks.spread(tensor)))
@@ -279,7 +275,7 @@ class Policy:
             read_shards({name: places[name] for name in stored.tensors}, stored.folder, ranks=self.ranks)
         put_moments(places, parameters, self.optimizer)
 
-    def _reference_logprobs(self, batch: Batch) -> torch.Tensor:
+    def reference_logprobs(self, batch: Batch) -> torch.Tensor:
         """[B, L] log-probs in nats by the start weights, at the same temperature and top-p; 0 elsewhere."""
         if self.reference is None:
             with without_adapter(self.model):
@@ -304,89 +300,3 @@ class Policy:
         for scorer in (self._scorer, self.reference, self.teacher):
             if scorer is not None:
                 scorer.check_fits(positions)
-
-    def _prepare(self, samples: Sequence[Sample], advantages: Mapping[int, float]) -> list[TrainBatch]:
-        """The rows of one optimizer step in batches that fit the memory, with anchors from the present weights."""
-        prepared = []
-        tokens = num_tokens_by_episode(samples)
-        for rows in self.microbatches(samples):
-            batch = pad(rows)
-            if self.train.anchor == "proximal":
-                with torch.no_grad():
-                    anchor_BL = self.logprobs(batch)
-            else:
-                anchor_BL = batch.behaviour_logprobs_BL
-            advantages_B = torch.tensor([advantages[row.episode_id] for row in rows], dtype=torch.float32)
-            reference_BL = None
-            if self.train.kl == "loss":
-                with torch.no_grad():
-                    reference_BL = self._reference_logprobs(batch)
-            prepared.append(
-                TrainBatch(
-                    samples=tuple(rows),
-                    batch=batch,
-                    anchor_logprobs_BL=anchor_BL,
-                    reference_logprobs_BL=reference_BL,
-                    advantages_B=advantages_B,
-                    episode_tokens_B=torch.tensor([tokens[row.episode_id] for row in rows]),
-                )
-            )
-        return prepared
-
-    def _refuse_infinite(self, minibatches: Sequence[Sequence[TrainBatch]], *, version: int) -> None:
-        """Raise TrainingError, on all ranks, for the episodes of rows that come with a number that is not finite."""
-        wrong = {episode_id for minibatch in minibatches for part in minibatch for episode_id in part.not_finite()}
-        _refuse(set[int]().union(*self.ranks.gather(wrong)), version=version)
-
-    def _update(
-        self, minibatch: Sequence[TrainBatch], *, version: int, totals: StepTotals
-    ) -> tuple[float, TokenStats, float]:
-        """One optimizer step; returns loss, token figures and the gradient norm before clipping."""
-        self.optimizer.zero_grad()
-        loss, stats, wrong = 0.0, TokenStats(), set[int]()
-        for part in minibatch:
-            with_entropies = self.train.entropy_coefficient > 0
-            logprobs_BL, entropies_BL = self.score(part.batch, with_entropies=with_entropies)
-            loss_B, part_stats = policy_loss(
-                logprobs_BL,
-                behaviour_logprobs_BL=part.batch.behaviour_logprobs_BL,
-                anchor_logprobs_BL=part.anchor_logprobs_BL,
-                advantages_B=part.advantages_B,
-                mask_BL=part.batch.mask_BL,
-                totals=totals,
-                train=self.train,
-                reference_logprobs_BL=part.reference_logprobs_BL,
-                entropies_BL=entropies_BL if with_entropies else None,
-                episode_tokens_B=part.episode_tokens_B,
-                teacher_logprobs_BL=part.batch.teacher_logprobs_BL,
-            )
-            # A clipped ratio hides an infinite log-prob from the loss.
-            finite_B = loss_B.isfinite() & logprobs_BL.isfinite().all(dim=1)
-            wrong |= {row.episode_id for row, good in zip(part.samples, finite_B, strict=True) if not good}
-            total = loss_B.sum()
-            total.backward()
-            loss += total.item()
-            stats += part_stats
-        episodes = {row.episode_id for part in minibatch for row in part.samples}
-        # Each rank must come to the same end: one that raised alone would leave the others in a collective.
-        losses, stats_of_ranks, wrong_of_ranks, episodes_of_ranks = zip(
-            *self.ranks.gather((loss, stats, wrong, episodes)), strict=True
-        )
-        _refuse(set[int]().union(*wrong_of_ranks), version=version)
-        clipped = torch.nn.utils.clip_grad_norm_(self._trained().values(), self.train.grad_clip)
-        grad_norm = whole(clipped).item()
-        if not np.isfinite(grad_norm):
-            raise TrainingError(
-                f"step {version} -> {version + 1}: the gradient is {grad_norm} over episodes "
-                f"{sorted(set().union(*episodes_of_ranks))}"
-            )
-        self.optimizer.step()
-        return sum(losses), sum(stats_of_ranks, start=TokenStats()), grad_norm
-
-
-def _refuse(episode_ids: set[int], *, version: int) -> None:
-    """Raise TrainingError that names them, if there are any."""
-    if episode_ids:
-        raise TrainingError(
-            f"step {version} -> {version + 1}: the loss is not finite in episodes {sorted(episode_ids)}"
-        )

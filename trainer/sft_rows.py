@@ -9,6 +9,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Self
 
 import numpy as np
 
@@ -36,6 +37,20 @@ class WeightedRow:
     def __post_init__(self) -> None:
         if not np.array_equal(self.weights_L > 0, self.sample.mask_L):
             raise ValueError(f"{self.where}: its weights are not above 0 exactly where its mask is True")
+
+    @classmethod
+    def of_ids(cls, ids: Sequence[int | float], weights_L: np.ndarray, *, number: int, where: str) -> Self:
+        """A row that nobody sampled; `number` stands for its episode."""
+        sample = Sample(
+            episode_id=number,
+            group_id=number,
+            index=0,
+            ids_L=np.array(ids, dtype=np.int32),
+            mask_L=weights_L > 0,
+            behaviour_logprobs_L=np.zeros(len(ids), dtype=np.float32),
+            versions_L=np.full(len(ids), NO_VERSION, dtype=np.int32),
+        )
+        return cls(sample=sample, weights_L=weights_L, where=where)
 
 
 def read_rows(path: Path, *, shape: ModelShape) -> list[WeightedRow]:
@@ -118,17 +133,7 @@ def _row(value: object, *, shape: ModelShape, number: int, where: str) -> Weight
     weights_L[:1] = 0
     if not weights_L.any():
         raise ValueError("weights: no id after the first has one above 0, so there is nothing to learn")
-    length = len(ids)
-    sample = Sample(
-        episode_id=number,
-        group_id=number,
-        index=0,
-        ids_L=np.array(ids, dtype=np.int32),
-        mask_L=weights_L > 0,
-        behaviour_logprobs_L=np.zeros(length, dtype=np.float32),
-        versions_L=np.full(length, NO_VERSION, dtype=np.int32),
-    )
-    return WeightedRow(sample=sample, weights_L=weights_L, where=where)
+    return WeightedRow.of_ids(ids, weights_L, number=number, where=where)
 
 
 def _list(value: dict[str, object], name: str) -> Sequence[int | float]:

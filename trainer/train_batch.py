@@ -1,4 +1,4 @@
-"""Rows as policy.py computes their loss and gradient: a batch with its anchor, advantages and start weights' view.
+"""Rows as update.py computes their loss and gradient: a batch with its anchor, advantages and start weights' view.
 
 Legend: B rows of a batch, L positions of a row.
 """

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
+from subprocess import PIPE
 
 import pytest
 
@@ -33,6 +35,26 @@ with DataFolder(Path(sys.argv[1])) as folder, Supervisor(folder) as supervisor:
     database.dispose()
 """
 
+# A stack as far as those who only ask need it, until its input ends.
+BE_UP = """
+import sys
+from pathlib import Path
+
+from deploy.folder import DataFolder, write_private
+from deploy.local import StackAddresses, addresses_file
+from deploy.postgres import prepare_postgres
+from deploy.supervisor import Supervisor
+
+with DataFolder(Path(sys.argv[1])) as folder, Supervisor(folder) as supervisor:
+    server = prepare_postgres(folder)
+    supervisor.start(server.process)
+    addresses = StackAddresses(database_url=server.url, broker_url="", broker_api_url=None, engine_url="")
+    write_private(addresses_file(folder.path), addresses.to_json())
+    print("up", flush=True)
+    sys.stdin.read()
+    addresses_file(folder.path).unlink()
+"""
+
 
 @pytest.fixture(scope="module")
 def data_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -42,10 +64,17 @@ def data_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return data_dir
 
 
+def command_line(*arguments: str, data_dir: Path) -> list[str]:
+    return [sys.executable, "-m", "deploy.cli", *arguments, "--data-dir", str(data_dir)]
+
+
+def environment() -> dict[str, str]:
+    return {name: value for name, value in os.environ.items() if not name.startswith("ROLLMILL_")}
+
+
 def rollmill(*arguments: str, data_dir: Path) -> subprocess.CompletedProcess[str]:
-    environment = {name: value for name, value in os.environ.items() if not name.startswith("ROLLMILL_")}
-    command = [sys.executable, "-m", "deploy.cli", *arguments, "--data-dir", str(data_dir)]
-    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=False)
+    command = command_line(*arguments, data_dir=data_dir)
+    return subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=120, check=False)
 
 
 def test_sql_answers_in_a_pipe_with_tab_separated_values(data_dir: Path) -> None:
@@ -83,11 +112,55 @@ def test_who_needs_a_live_stack_hears_that_it_is_still_starting(data_dir: Path) 
     adding = ("engine", "add", "http://127.0.0.1:1", "--run", "old-run")
     down = f"rollmill: no stack runs on data folder {data_dir}: start one with `rollmill up`, "
     assert rollmill(*adding, data_dir=data_dir).stderr.startswith(down)
-    starting = f"rollmill: process {os.getpid()} on data folder {data_dir} is still starting, or just ending: "
+    starting = rf"rollmill: process {os.getpid()} \(.+\) holds data folder {data_dir} and has no stack up: .+\n"
     with DataFolder(data_dir):
         for command in (adding, ("engine", "list")):
             done = rollmill(*command, data_dir=data_dir)
-            assert (done.returncode, done.stderr) == (2, f"{starting}try again in a moment\n")
+            assert done.returncode == 2
+            assert re.fullmatch(starting, done.stderr)
+
+
+def test_who_comes_while_somebody_looks_at_a_stopped_stack_hears_who_that_is(data_dir: Path) -> None:
+    """Its server ends with the one who looks, so nobody else can use it."""
+    with subprocess.Popen(
+        command_line("psql", data_dir=data_dir), env=environment(), stdin=PIPE, stdout=PIPE, text=True
+    ) as shell:
+        assert shell.stdin is not None
+        assert shell.stdout is not None
+        print("\\echo open", file=shell.stdin, flush=True)
+        assert shell.stdout.readline() == "open\n"
+        holder = f"process {shell.pid} (cli.py psql --data-dir {data_dir})"
+        start = rollmill("demo", data_dir=data_dir)
+        assert (start.returncode, start.stderr) == (
+            2,
+            f"rollmill: data folder {data_dir} is in use by {holder}: wait until it has ended or stop it, "
+            "or choose another folder with ROLLMILL_DATA_DIR\n",
+        )
+        question = rollmill("sql", "SELECT 1", data_dir=data_dir)
+        assert (question.returncode, question.stderr) == (
+            2,
+            f"rollmill: {holder} holds data folder {data_dir} and has no stack up: "
+            "try again when it is up or has ended\n",
+        )
+        shell.stdin.close()
+        assert shell.wait(timeout=60) == 0
+    assert rollmill("sql", "SELECT 1 AS one", data_dir=data_dir).stdout == "one\n1\n"
+
+
+def test_a_stack_that_is_up_is_asked_itself(data_dir: Path) -> None:
+    """Its holder has the lock, and its own server answers."""
+    with subprocess.Popen(
+        [sys.executable, "-c", BE_UP, str(data_dir)], env=environment(), stdin=PIPE, stdout=PIPE, text=True
+    ) as stack:
+        assert stack.stdin is not None
+        assert stack.stdout is not None
+        assert stack.stdout.readline() == "up\n"
+        try:
+            done = rollmill("sql", "SELECT name FROM run", data_dir=data_dir)
+            assert (done.returncode, done.stdout, done.stderr) == (0, "name\nold-run\n", "")
+        finally:
+            stack.stdin.close()
+        assert stack.wait(timeout=60) == 0
 
 
 def test_nothing_is_left_running(data_dir: Path) -> None:

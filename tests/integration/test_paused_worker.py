@@ -107,6 +107,21 @@ AT_WORK = "SELECT count(*) FROM episode WHERE claim_worker = :worker AND num_tur
 FINAL = "SELECT count(*) FROM episode WHERE state IN ('SCORED', 'FAILED', 'CANCELLED')"
 
 
+def check_tried_once_more(world: World, *, taken_back: int) -> None:
+    """Each episode lost its lease once, by the event `taken_back`, was played once more and scored once."""
+    why = "lease_lost: the worker died or stalled: its lease ran out"
+    assert ask(world, "SELECT why FROM episode_event WHERE id = :id", id=taken_back) == why
+    scored = "SELECT count(*) FROM episode WHERE state = 'SCORED' AND attempt = 2 AND failures = 1 AND num_turns = 2"
+    assert ask(world, scored) == GROUP_SIZE
+    assert ask(world, "SELECT count(*) FROM episode_event WHERE to_state = 'SCORED'") == GROUP_SIZE
+    assert ask(world, "SELECT count(*) FROM turn WHERE attempt = 2") == 2 * GROUP_SIZE
+    destroyed_early = (
+        "SELECT count(*) FROM sandbox s JOIN episode e ON e.id = s.episode_id"
+        " WHERE s.attempt = e.attempt AND s.destroyed_at < e.finished_at"
+    )
+    assert ask(world, destroyed_early) == 0
+
+
 def test_a_worker_that_was_paused_past_its_lease_writes_nothing_more(
     database: Database, database_url: str, valkey_url: str, tmp_path: Path
 ) -> None:
@@ -163,17 +178,7 @@ def test_a_worker_that_was_paused_past_its_lease_writes_nothing_more(
         "claims": ask(world, "SELECT count(*) FROM episode WHERE claim_token IS NOT NULL"),
     }
     assert late == {"events": 0, "turns": 0, "claims": 0}
-    why = "lease_lost: the worker died or stalled: its lease ran out"
-    assert ask(world, "SELECT why FROM episode_event WHERE id = :id", id=taken_back) == why
-    scored = "SELECT count(*) FROM episode WHERE state = 'SCORED' AND attempt = 2 AND failures = 1 AND num_turns = 2"
-    assert ask(world, scored) == GROUP_SIZE
-    assert ask(world, "SELECT count(*) FROM episode_event WHERE to_state = 'SCORED'") == GROUP_SIZE
-    assert ask(world, "SELECT count(*) FROM turn WHERE attempt = 2") == 2 * GROUP_SIZE
-    destroyed_early = (
-        "SELECT count(*) FROM sandbox s JOIN episode e ON e.id = s.episode_id"
-        " WHERE s.attempt = e.attempt AND s.destroyed_at < e.finished_at"
-    )
-    assert ask(world, destroyed_early) == 0
+    check_tried_once_more(world, taken_back=taken_back)
 
 
 def test_a_process_in_which_half_the_work_hangs_hands_its_claims_back_and_ends(

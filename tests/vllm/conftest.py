@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
 import pytest
 import torch
 
 from common.config import TINY_MODELS
-from tests.vllm.serving import require_vllm
+from tests.vllm.gate import Gate
+from tests.vllm.serving import require_vllm, serving
 from workers.engine_client import EngineClient
 
 FIGURES = pytest.StashKey[dict[str, object]]()
@@ -57,3 +58,17 @@ def tiny() -> Path:
 async def client() -> AsyncIterator[EngineClient]:
     async with EngineClient(timeout_s=60) as client:
         yield client
+
+
+@pytest.fixture(scope="module")
+def engine(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """A server on the demo's model."""
+    with serving(tiny, log_file=tmp_path_factory.mktemp("vllm") / "engine.log") as url:
+        yield url
+
+
+@pytest.fixture
+async def gate(engine: str) -> AsyncIterator[Gate]:
+    """What stands before that server."""
+    async with Gate(engine) as gate:
+        yield gate

@@ -23,7 +23,8 @@ from common.db.episodes import Wakeup
 from common.db.session import Database
 from common.episode import EpisodeState, FinishReason, Stage, Turn
 from common.settings import Settings
-from common.weights import WeightStore
+from common.weights import WeightStore, version_name
+from tests.unit.workers.waiting import until
 from tests.vllm.serving import RUN, publish
 from trainer.modelling import load_model
 from workers.engine_client import EngineClient
@@ -44,6 +45,8 @@ AT_ONCE = 8
 LONGEST_WAIT_S = 240.0
 """Of a turn for an engine: all of them may be starting anew."""
 END_TIMEOUT_S = 120.0
+WITHIN_S = 60.0
+"""For a keeper to have loaded a version."""
 MAX_DLOGPROB = 1e-4
 
 
@@ -184,6 +187,14 @@ def playing(trainee: Trainee, folder: Path) -> Iterator[Players]:
         yield players
     finally:
         players.close()
+
+
+async def until_whole(trainee: Trainee, client: EngineClient, url: str, *, number: int, owner: str) -> None:
+    """Wait until the engine serves a version: under its name, owned by this keeper, and not paused."""
+    await until(lambda: trainee.serves(url, number), within_s=WITHIN_S)
+    assert trainee.engine(url).owner == owner
+    assert await client.weight_version(url) == version_name(RUN, number)
+    assert not await client.is_paused(url)
 
 
 @dataclass(frozen=True, kw_only=True)

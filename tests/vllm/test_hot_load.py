@@ -9,7 +9,7 @@ import os
 import shutil
 import statistics
 import subprocess
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -155,13 +155,6 @@ async def official_update(url: str, path: Path, name: str) -> None:
     await asyncio.to_thread(hand_over, EngineAdmin(url), FolderTransport(path), name=name, is_owned=lambda: True)
 
 
-@pytest.fixture(scope="module")
-def engine(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """A server on the demo's model."""
-    with serving(tiny, log_file=tmp_path_factory.mktemp("vllm") / "engine.log") as url:
-        yield url
-
-
 class Cycles(logging.Handler):
     """Collects how long the keeper's pause..resume took, from its own log."""
 
@@ -183,6 +176,41 @@ def cycles() -> Iterator[Cycles]:
     yield handler
     logger.removeHandler(handler)
     logger.setLevel(level)
+
+
+class Requests:
+    """Sent to an engine one after another by each of several tasks, until `is_over` is set."""
+
+    def __init__(self, client: EngineClient, url: str) -> None:
+        self._client = client
+        self._url = url
+        self.num_asked = 0
+        self.done: list[tuple[list[int], Sampled]] = []
+        """Prompt and answer."""
+        self.is_over = asyncio.Event()
+
+    async def ask(self, number: int) -> None:
+        count = 0
+        while not self.is_over.is_set():
+            prompt = [5 + number, 20 + count % 400, 31, 44, 60]
+            self.num_asked += 1
+            sampled = await generate(self._client, self._url, prompt, max_tokens=TOKENS_A_REQUEST, temperature=1.0)
+            self.done.append((prompt, sampled))
+            count += 1
+
+    @property
+    def num_straddling(self) -> int:
+        """Answers with tokens of several versions."""
+        return sum(len(sampled.spans) > 1 for _, sampled in self.done)
+
+    def wrong_gaps(self, models: Mapping[int, PreTrainedModel]) -> list[float]:
+        """For each span whose tokens are not of the version that it names, how far they are off."""
+        return [
+            gaps.max()
+            for prompt, sampled in self.done
+            for span in sampled.spans
+            if (gaps := gap(models[span.version], prompt, sampled, temperature=1.0)[span.start : span.end]).max() > 1e-4
+        ]
 
 
 async def test_hot_load_under_load(
@@ -212,52 +240,32 @@ async def test_hot_load_under_load(
             rows = engines.serving(conn, run.id)
         return rows[0].version if rows else None
 
-    num_asked = 0
-    done: list[tuple[list[int], Sampled]] = []
-    is_over = asyncio.Event()
-
-    async def ask(number: int) -> None:
-        nonlocal num_asked
-        count = 0
-        while not is_over.is_set():
-            prompt = [5 + number, 20 + count % 400, 31, 44, 60]
-            num_asked += 1
-            sampled = await generate(client, engine, prompt, max_tokens=TOKENS_A_REQUEST, temperature=1.0)
-            done.append((prompt, sampled))
-            count += 1
-
+    requests = Requests(client, engine)
     publish_next(0)
     async with asyncio.TaskGroup() as tasks:
         keeping = tasks.create_task(keeper.run())
         await until(lambda: served() == 0, within_s=60)
-        asking = [tasks.create_task(ask(number)) for number in range(IN_FLIGHT)]
+        asking = [tasks.create_task(requests.ask(number)) for number in range(IN_FLIGHT)]
         for number in range(1, NUM_UPDATES + 1):
             publish_next(number)
             keeper.announce()
             await until(lambda number=number: len(cycles.took_ms) > number, within_s=60)  # type: ignore[misc]
         await until(lambda: served() == NUM_UPDATES, within_s=60)
-        is_over.set()
+        requests.is_over.set()
         await asyncio.wait(asking)
         keeping.cancel()
 
     assert not await client.is_paused(engine)
-    straddling = [sampled for _, sampled in done if len(sampled.spans) > 1]
-    wrong = [
-        gaps.max()
-        for prompt, sampled in done
-        for span in sampled.spans
-        if (gaps := gap(models[span.version], prompt, sampled, temperature=1.0)[span.start : span.end]).max() > 1e-4
-    ]
-    assert num_asked == len(done)
-    assert straddling
-    assert wrong == []
+    assert requests.num_asked == len(requests.done)
+    assert requests.num_straddling
+    assert requests.wrong_gaps(models) == []
     p50_ms = statistics.median(cycles.took_ms[1:])
     figures |= {
         "updates": NUM_UPDATES,
         "in_flight": IN_FLIGHT,
-        "requests": len(done),
-        "straddling": len(straddling),
-        "lost": num_asked - len(done),
+        "requests": len(requests.done),
+        "straddling": requests.num_straddling,
+        "lost": requests.num_asked - len(requests.done),
         "cycle_p50_ms": f"{p50_ms:.0f}",
     }
     assert len(cycles.took_ms) == NUM_UPDATES + 1

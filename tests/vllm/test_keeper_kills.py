@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import get_args
 
@@ -19,8 +18,8 @@ from common.weights import LOADING, version_name
 from tests.unit.workers.waiting import until
 from tests.vllm.gate import Gate, Side, Stop
 from tests.vllm.lone_keeper import Keepers, keepers
-from tests.vllm.playing import Trainee, judge, playing
-from tests.vllm.serving import RUN, serving
+from tests.vllm.playing import WITHIN_S, Trainee, judge, playing, until_whole
+from tests.vllm.serving import RUN
 from workers.engine_client import EngineClient
 from workers.weight_keeper import WeightKeeper
 
@@ -40,20 +39,7 @@ STEPS = (
 """Route, and a word of its body, in the keeper's order."""
 ASKED_ANYWAY = ("/health", "/weight_info", "/is_paused")
 """Also where there is no new version."""
-WITHIN_S = 30.0
 NUM_UPDATES = 8
-
-
-@pytest.fixture(scope="module")
-def engine(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    with serving(tiny, log_file=tmp_path_factory.mktemp("vllm") / "engine.log") as url:
-        yield url
-
-
-@pytest.fixture
-async def gate(engine: str) -> AsyncIterator[Gate]:
-    async with Gate(engine) as gate:
-        yield gate
 
 
 async def test_killed_at_each_step_it_leaves_nothing_behind(
@@ -70,17 +56,10 @@ async def test_killed_at_each_step_it_leaves_nothing_behind(
     with database.begin() as conn:
         engines.register(conn, gate.url, run_id=trainee.run.id)
 
-    async def is_whole(number: int, owner: str) -> None:
-        """The engine serves a version, under its name, and is not paused."""
-        await until(lambda: trainee.serves(gate.url, number), within_s=WITHIN_S)
-        assert trainee.engine(gate.url).owner == owner
-        assert await client.weight_version(gate.url) == version_name(RUN, number)
-        assert not await client.is_paused(gate.url)
-
     with keepers(database_url, tmp_path) as group:
         trainee.publish_next()
         owner = group.start()
-        await is_whole(0, owner)
+        await until_whole(trainee, client, gate.url, number=0, owner=owner)
         with playing(trainee, tmp_path) as players:
             slowest_s = 0.0
             for path, word in STEPS:
@@ -90,11 +69,11 @@ async def test_killed_at_each_step_it_leaves_nothing_behind(
                     killed = time.monotonic()
                     stop.release(delivers=False)
                     owner = group.start()
-                    await is_whole(number, owner)
+                    await until_whole(trainee, client, gate.url, number=number, owner=owner)
                     slowest_s = max(slowest_s, time.monotonic() - killed)
             for is_done in (False, True):
                 owner = await killed_at_the_row(trainee, gate, group, owner, is_done=is_done)
-                await is_whole(len(trainee.models) - 1, owner)
+                await until_whole(trainee, client, gate.url, number=len(trainee.models) - 1, owner=owner)
             await asyncio.to_thread(players.end)
             verdict = judge(trainee, players)
     assert verdict.versions == set(trainee.models)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Iterator
 from enum import StrEnum
 from pathlib import Path
 
@@ -11,19 +10,18 @@ import pytest
 
 from common.db import engines
 from common.db.session import Database
-from common.weights import LOADING, version_name
+from common.weights import LOADING
 from tests.unit.workers.waiting import until
 from tests.vllm.gate import Gate, Side
 from tests.vllm.lone_keeper import keepers
-from tests.vllm.playing import Trainee, judge, playing
-from tests.vllm.serving import RUN, serving
+from tests.vllm.playing import WITHIN_S, Trainee, judge, playing, until_whole
+from tests.vllm.serving import RUN
 from workers.engine_client import EngineClient
 
 pytestmark = pytest.mark.long
 
 NAME = "/update_weight_version"
 LOAD = "/collective_rpc"
-WITHIN_S = 60.0
 
 
 class When(StrEnum):
@@ -47,18 +45,6 @@ LATE = (
 """Route, and a word of its body."""
 
 
-@pytest.fixture(scope="module")
-def engine(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    with serving(tiny, log_file=tmp_path_factory.mktemp("vllm") / "engine.log") as url:
-        yield url
-
-
-@pytest.fixture
-async def gate(engine: str) -> AsyncIterator[Gate]:
-    async with Gate(engine) as gate:
-        yield gate
-
-
 async def test_what_arrives_late_changes_nothing(
     database: Database,
     database_url: str,
@@ -73,16 +59,10 @@ async def test_what_arrives_late_changes_nothing(
     with database.begin() as conn:
         engines.register(conn, gate.url, run_id=trainee.run.id)
 
-    async def is_whole(number: int, owner: str) -> None:
-        await until(lambda: trainee.serves(gate.url, number), within_s=WITHIN_S)
-        assert trainee.engine(gate.url).owner == owner
-        assert await client.weight_version(gate.url) == version_name(RUN, number)
-        assert not await client.is_paused(gate.url)
-
     with keepers(database_url, tmp_path) as group:
         trainee.publish_next()
         owner = group.start()
-        await is_whole(0, owner)
+        await until_whole(trainee, client, gate.url, number=0, owner=owner)
         with playing(trainee, tmp_path) as players:
             for path, word, when in LATE:
                 late = gate.stop_next(path, Side.BEFORE, word=word)
@@ -95,7 +75,7 @@ async def test_what_arrives_late_changes_nothing(
                 await loading.wait(within_s=WITHIN_S)
                 if when is When.DONE:
                     loading.release(delivers=True)
-                    await is_whole(number, next_owner)
+                    await until_whole(trainee, client, gate.url, number=number, owner=next_owner)
                 num_refused = gate.num_refused
                 late.release(delivers=True)
                 await until(lambda late=late: late.status is not None, within_s=WITHIN_S)  # type: ignore[misc]
@@ -109,7 +89,7 @@ async def test_what_arrives_late_changes_nothing(
                     await until(lambda n=num_refused: gate.num_refused >= n + 2, within_s=WITHIN_S)  # type: ignore[misc]
                 group.kill(owner)
                 loading.release(delivers=True)
-                await is_whole(number, next_owner)
+                await until_whole(trainee, client, gate.url, number=number, owner=next_owner)
                 owner = next_owner
             await asyncio.to_thread(players.end)
             verdict = judge(trainee, players)

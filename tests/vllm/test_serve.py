@@ -97,6 +97,21 @@ async def test_serves_restarts_and_drains(
     assert children(process.pid) != [server]
     assert await client.weight_version(url) == version_name(RUN, 0)
 
+    await answers_what_runs_when_it_is_told_to_stop(url, process, client)
+    await until(lambda: process.poll() is not None, within_s=60)
+    keeping.cancel()
+    await asyncio.wait([keeping])
+    assert process.returncode == 0, (tmp_path / "serve.log").read_text()
+    assert stored() is None
+    said = (tmp_path / "serve.log").read_text()
+    for words in (f"engine {url} is up again: vLLM was killed", f"draining engine {url}", f"engine {url} has ended"):
+        assert words in said
+
+
+async def answers_what_runs_when_it_is_told_to_stop(
+    url: str, process: subprocess.Popen[bytes], client: EngineClient
+) -> None:
+    """Returns when SIGTERM is sent, and all requests that were under way have their whole answers."""
     told_to_stop = asyncio.Event()
 
     async def ask(number: int) -> list[FinishReason]:
@@ -122,14 +137,6 @@ async def test_serves_restarts_and_drains(
     told_to_stop.set()
     finished = [reason for reasons in await asyncio.gather(*asking) for reason in reasons]
     assert set(finished) <= {FinishReason.STOP, FinishReason.LENGTH}
-    await until(lambda: process.poll() is not None, within_s=60)
-    keeping.cancel()
-    await asyncio.wait([keeping])
-    assert process.returncode == 0, (tmp_path / "serve.log").read_text()
-    assert stored() is None
-    said = (tmp_path / "serve.log").read_text()
-    for words in (f"engine {url} is up again: vLLM was killed", f"draining engine {url}", f"engine {url} has ended"):
-        assert words in said
 
 
 async def test_a_command_that_is_killed_leaves_no_server_behind(

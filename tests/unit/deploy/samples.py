@@ -47,7 +47,7 @@ def make_snapshot(**changes: Any) -> Snapshot:
 
 
 def make_process(name: str, **changes: Any) -> ProcessStatus:
-    status = ProcessStatus(name=name, state=State.UP, pid=1, restarts=0, start_s=1.0, last_exit=None)
+    status = ProcessStatus(name=name, state=State.UP, pid=1, restarts=0, start_s=1.0, last_exit=None, last_words=None)
     return replace(status, **changes)
 
 

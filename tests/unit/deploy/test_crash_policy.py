@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import pytest
 
-from deploy.supervisor import CrashPolicy
+from deploy.crash_policy import CrashPolicy
 
 
 @pytest.mark.parametrize(
-    ("exit_code", "ran_s", "is_soon"),
+    ("exit_code", "lived_s", "is_soon"),
     [(2, 599, True), (2, 601, False), (75, 59, True), (75, 601, False), (1, 30, True), (1, 61, False), (-9, 30, False)],
 )
-def test_how_long_a_process_must_live_depends_on_how_it_ends(exit_code: int, ran_s: float, is_soon: bool) -> None:
-    assert CrashPolicy().is_soon(exit_code, ran_s) == is_soon
+def test_how_long_a_process_must_live_depends_on_how_it_ends(exit_code: int, lived_s: float, is_soon: bool) -> None:
+    assert CrashPolicy().is_soon(exit_code, lived_s) == is_soon
 
 
 @pytest.mark.parametrize(

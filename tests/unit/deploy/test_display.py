@@ -54,6 +54,21 @@ def test_panel_names_processes_that_are_not_up_and_those_that_were_restarted() -
     assert line_with(text_of(ill), "processes") == ("processes 1 of 2 up trainer waiting restarts engine 2, trainer 1")
 
 
+def test_panel_and_plain_line_say_how_each_process_ended_the_last_time() -> None:
+    killed = make_process("engine", restarts=2, last_exit="was killed by SIGKILL")
+    failed = make_process(
+        "trainer", state=State.WAITING, last_exit="ended with exit code 2", last_words="no such layer: [q_prjo]"
+    )
+    finished = make_process("once", state=State.FINISHED, last_exit="ended with exit code 0")
+    view = make_view(processes=(killed, failed, finished))
+    lines = [" ".join(line.strip("│ ").split()) for line in text_of(view).splitlines()]
+    after = lines.index("processes 1 of 3 up trainer waiting restarts engine 2") + 1
+    ends = ["engine was killed by SIGKILL", "trainer ended with exit code 2: no such layer: [q_prjo]"]
+    assert lines[after : after + 2] == ends
+    assert lines[after + 2].startswith("data ")
+    assert plain_line(view).endswith("  ".join(["restarts 2", *ends]))
+
+
 def test_panel_says_where_data_and_logs_are() -> None:
     assert line_with(text_of(make_view()), "data") == "data /data logs /data/logs"
 

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import os
+import re
 import stat
 import subprocess
 import sys
@@ -9,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from common.errors import SetupError
-from deploy.folder import DataFolder, kept_password, write_private
+from deploy.folder import DataFolder, FolderInUse, kept_password, write_private
 
 HOLD = """
 import sys
@@ -28,11 +29,26 @@ def test_a_second_start_on_the_same_folder_is_refused_and_told_who_holds_it(tmp_
     with holder:
         assert holder.stdout is not None
         assert holder.stdout.readline() == "held\n"
-        with pytest.raises(SetupError, match=rf"{tmp_path} is in use by process {holder.pid}: stop that one"):
+        in_use = rf"{tmp_path} is in use by process {holder.pid} \(-c {tmp_path}\): wait until it has ended or stop it"
+        with pytest.raises(SetupError, match=in_use):
             DataFolder(tmp_path).__enter__()
         holder.kill()
     with DataFolder(tmp_path):
-        assert (tmp_path / "run" / "lock").read_text() == str(os.getpid())
+        assert (tmp_path / "run" / "lock").read_text().startswith(f"{os.getpid()} (")
+
+
+@pytest.mark.parametrize("argument", ["x" * 5000, "ü" * 5000, "two\nlines", "a\udcff"])
+def test_a_holder_is_one_line_whatever_its_arguments(argument: str, tmp_path: Path) -> None:
+    holder = subprocess.Popen(
+        [sys.executable, "-c", HOLD, tmp_path, argument], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    with holder:
+        assert holder.stdout is not None
+        assert holder.stdout.readline() == "held\n"
+        with pytest.raises(FolderInUse) as raised:
+            DataFolder(tmp_path).__enter__()
+        holder.kill()
+    assert re.fullmatch(rf"{holder.pid} \(.{{2,120}}\)", raised.value.holder)
 
 
 def test_a_folder_that_cannot_be_made_is_named(tmp_path: Path) -> None:

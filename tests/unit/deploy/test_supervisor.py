@@ -19,11 +19,12 @@ from typing import Any
 import pytest
 
 from common.errors import SetupError
+from deploy.crash_policy import CrashPolicy
 from deploy.folder import DataFolder
 from deploy.leftovers import end_leftovers, mark_of
 from deploy.process import READ_BYTES, Process, ProcessSpec, Restart
 from deploy.procfs import boot_id, read_stat
-from deploy.supervisor import CrashPolicy, State, StopRequested, Supervisor
+from deploy.supervisor import State, StopRequested, Supervisor
 
 QUICK = CrashPolicy(max_in_row=3, soon_s=5.0, backoff_s=0.01)
 SLEEP = "import time; time.sleep(600)"
@@ -181,6 +182,32 @@ def test_crashes_far_apart_do_not_add_up(folder: DataFolder) -> None:
         poll_until(supervisor, lambda: supervisor.statuses()[0].restarts == 4)
 
 
+# A program that takes long to get anywhere, says so with its pid if it is to, and ends at once.
+LOAD_AND_FAIL = """
+import os, sys, time
+time.sleep(2)
+if sys.argv[2] == "True":
+    with open(sys.argv[1], "w") as file:
+        file.write(str(os.getpid()))
+    time.sleep(0.2)
+sys.exit(1)
+"""
+
+
+@pytest.mark.parametrize("gets_ready", [False, True])
+def test_what_a_process_takes_to_be_ready_is_not_lived(folder: DataFolder, tmp_path: Path, gets_ready: bool) -> None:
+    policy = CrashPolicy(max_in_row=2, failed_soon_s=1.5, backoff_s=0.01)
+    file = tmp_path / "pid"
+    with Supervisor(folder, crash_policy=policy) as supervisor:
+
+        def ready() -> bool:
+            return file.exists() and file.read_text() == str(supervisor.statuses()[0].pid)
+
+        supervisor.launch(python("server", LOAD_AND_FAIL, file, gets_ready, ready=ready))
+        with pytest.raises(SetupError, match=r"^server ended with exit code 1, 2 times in a row"):
+            poll_until(supervisor, lambda: False, timeout_s=60)
+
+
 def test_what_a_person_must_mend_ends_all_however_long_it_takes_to_find_out(
     folder: DataFolder, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -190,7 +217,37 @@ def test_what_a_person_must_mend_ends_all_however_long_it_takes_to_find_out(
         supervisor.start(python("trainer", code))
         with pytest.raises(SetupError, match=r"^trainer ended with exit code 2, 2 times in a row"):
             poll_until(supervisor, lambda: False)
-    assert any("ended with exit code 2: trainer: no such layer: q_prjo; starting" in line for line in caplog.messages)
+        (status,) = supervisor.statuses()
+    assert status.last_end == "ended with exit code 2: trainer: no such layer: q_prjo"
+    assert any(f"{status.last_end}; starting" in line for line in caplog.messages)
+
+
+# A program that ends with an error at its first start, and runs at its second.
+FAIL_ONCE = """
+import os, sys, time
+if not os.path.exists(sys.argv[1]):
+    open(sys.argv[1], "w").close()
+    sys.exit("no such file: x")
+time.sleep(600)
+"""
+
+
+def test_what_a_process_said_is_of_its_last_end_alone(folder: DataFolder, tmp_path: Path) -> None:
+    with Supervisor(folder, crash_policy=QUICK) as supervisor:
+        supervisor.launch(python("server", FAIL_ONCE, tmp_path / "x"))
+        poll_until(supervisor, lambda: supervisor.statuses()[0].restarts == 1, timeout_s=60)
+        assert supervisor.statuses()[0].last_end == "ended with exit code 1: no such file: x"
+        os.kill(supervisor.statuses()[0].pid, signal.SIGKILL)
+        poll_until(supervisor, lambda: supervisor.statuses()[0].restarts == 2, timeout_s=60)
+        assert supervisor.statuses()[0].last_end == "was killed by SIGKILL"
+
+
+def test_a_process_that_ended_as_it_should_has_no_end_to_tell_of(folder: DataFolder) -> None:
+    with Supervisor(folder, crash_policy=QUICK) as supervisor:
+        supervisor.start(python("once", "print('all done')", restart=Restart.ON_FAILURE))
+        poll_until(supervisor, lambda: supervisor.statuses()[0].state is State.FINISHED, timeout_s=60)
+        assert supervisor.statuses()[0].last_exit == "ended with exit code 0"
+        assert supervisor.statuses()[0].last_end is None
 
 
 def test_a_process_that_ends_before_it_is_ready_is_named_with_its_log(folder: DataFolder) -> None:

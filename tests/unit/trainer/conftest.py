@@ -80,6 +80,16 @@ def make_random_sample() -> MakeSample:
     return make
 
 
+@pytest.fixture
+def group(make_policy: MakePolicy, make_random_sample: MakeSample) -> list[Sample]:
+    """Two groups of two rows of different length, sampled by the start weights."""
+    policy = make_policy()
+    return [
+        make_random_sample(number, group_id=number // 3, length=16 + 4 * number, policy=policy)
+        for number in (1, 2, 3, 4)
+    ]
+
+
 def with_logprobs(sample: Sample, policy: Policy) -> Sample:
     """The row as `policy` would have sampled it."""
     with torch.no_grad():

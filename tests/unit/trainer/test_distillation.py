@@ -15,9 +15,10 @@ from common.config_train import TrainConfig
 from common.episode import ScoredEpisode, TurnTokens
 from common.errors import RollmillError, SetupError
 from trainer.losses import StepTotals, needs_all_rows, policy_loss
-from trainer.policy import Policy, TrainingError
+from trainer.policy import Policy
 from trainer.samples import Sample, make_samples, pad
 from trainer.teacher import LoadedTeacher, with_teacher_logprobs
+from trainer.update import TrainingError
 
 MakeSample = Callable[..., Sample]
 MakePolicy = Callable[..., Policy]

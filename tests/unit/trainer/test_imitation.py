@@ -12,10 +12,9 @@ import torch
 from common.config import RunConfig
 from common.errors import SetupError
 from trainer.imitation import Imitator
-from trainer.policy import TrainingError
-from trainer.samples import NO_VERSION, Sample
 from trainer.sft_rows import WeightedRow
 from trainer.tiny import VOCAB_SIZE
+from trainer.update import TrainingError
 
 MakeImitator = Callable[..., Imitator]
 
@@ -33,16 +32,7 @@ def make_imitator(start_folder: Path) -> MakeImitator:
 def row(ids: Sequence[int], weights: Sequence[float], *, number: int = 1) -> WeightedRow:
     """A row as it would be read from a file."""
     weights_L = np.array(weights, dtype=np.float32)
-    sample = Sample(
-        episode_id=number,
-        group_id=number,
-        index=0,
-        ids_L=np.array(ids, dtype=np.int32),
-        mask_L=weights_L > 0,
-        behaviour_logprobs_L=np.zeros(len(ids), dtype=np.float32),
-        versions_L=np.full(len(ids), NO_VERSION, dtype=np.int32),
-    )
-    return WeightedRow(sample=sample, weights_L=weights_L, where=f"rows.jsonl:{number}")
+    return WeightedRow.of_ids(ids, weights_L, number=number, where=f"rows.jsonl:{number}")
 
 
 def random_rows(*lengths: int) -> list[WeightedRow]:

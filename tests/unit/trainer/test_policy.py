@@ -16,8 +16,9 @@ from common.config import RunConfig
 from common.errors import SetupError
 from trainer.advantages import GroupRewards, step_advantages
 from trainer.losses import StepTotals, policy_loss
-from trainer.policy import Policy, TrainingError
+from trainer.policy import Policy
 from trainer.samples import Sample, pad, split_by_group
+from trainer.update import TrainingError
 
 MakeSample = Callable[..., Sample]
 MakePolicy = Callable[..., Policy]
@@ -58,16 +59,6 @@ def replace_by_nothing(sample: Sample) -> Sample:
     """The row of an episode that never sampled."""
     names = ("ids_L", "mask_L", "behaviour_logprobs_L", "versions_L")
     return replace(sample, **{name: getattr(sample, name)[:0] for name in names})
-
-
-@pytest.fixture
-def group(make_policy: MakePolicy, make_random_sample: MakeSample) -> list[Sample]:
-    """Two groups of two rows of different length, sampled by the start weights."""
-    policy = make_policy()
-    return [
-        make_random_sample(number, group_id=number // 3, length=16 + 4 * number, policy=policy)
-        for number in (1, 2, 3, 4)
-    ]
 
 
 ADVANTAGES = {1: 1.0, 2: -1.0, 3: -1.0, 4: 1.0}

@@ -24,12 +24,13 @@ from common.weights import WeightStore
 from tests.failing_rank import AGREED, GATHERED, LOST
 from tests.ranks import NUM_STEPS, OWNER, PUT_TOGETHER, play, policy_of, random_rows
 from trainer.checkpoint import CheckpointDamaged, CheckpointStore
-from trainer.policy import Policy, TrainingError
+from trainer.policy import Policy
 from trainer.publish import version_writer
 from trainer.ranks import Ranks
 from trainer.restore import restore
 from trainer.samples import Sample, deal
 from trainer.shards import Sharded, write_shards
+from trainer.update import TrainingError
 
 MakeSample = Callable[..., Sample]
 UNEVEN = [8, 40, 12, 100, 20, 16, 30]

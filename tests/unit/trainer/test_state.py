@@ -20,16 +20,6 @@ def weights_of(policy: Policy) -> torch.Tensor:
     return torch.cat([parameter.detach().flatten() for parameter in policy.model.parameters()])
 
 
-@pytest.fixture
-def group(make_policy: MakePolicy, make_random_sample: MakeSample) -> list[Sample]:
-    """Two groups of two rows of different length, sampled by the start weights."""
-    policy = make_policy()
-    return [
-        make_random_sample(number, group_id=number // 3, length=16 + 4 * number, policy=policy)
-        for number in (1, 2, 3, 4)
-    ]
-
-
 def test_going_on_from_the_state_gives_the_same_weights_as_never_stopping(
     make_policy: MakePolicy, group: list[Sample]
 ) -> None:
