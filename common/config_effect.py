@@ -30,7 +30,7 @@ def check_effect(train: TrainConfig) -> None:
 def refuse_change(section: BaseModel, name: str, *, why: str, section_name: str = "") -> None:
     """Raise ValueError unless the field has its default."""
     value = getattr(section, name)
-    if value != type(section).model_fields[name].default:
+    if value != type(section).model_fields[name].get_default(call_default_factory=True, validated_data=vars(section)):
         raise ValueError(f"{section_name}{name} = {json.dumps(value)} has no effect {why}")
 
 

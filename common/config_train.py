@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal, Self
+from typing import Any, Literal, Self
 
 from pydantic import Field, ValidationInfo, model_validator
 
@@ -11,6 +11,8 @@ from common.config_effect import check_effect
 from common.config_section import STORED, Section
 
 Advantage = Literal["grpo", "dr_grpo", "rloo", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "pass_at_k"]
+Estimator = Literal["k1", "k2", "k3"]
+"""Schulman's of the KL divergence; trainer/kl.py has them."""
 
 
 def _needs(field: str, value: object, *, when: bool, what: str) -> None:
@@ -19,6 +21,11 @@ def _needs(field: str, value: object, *, when: bool, what: str) -> None:
         raise ValueError(
             f"{field} must be set with {what}" if when else f"{field} = {value} has no effect without {what}"
         )
+
+
+def _estimator(train: dict[str, Any]) -> Estimator:
+    """What kl_estimator is where it is not set, by `kl`."""
+    return "k1" if train.get("kl") == "reward" else "k3"
 
 
 class TrainConfig(Section):
@@ -123,8 +130,9 @@ class TrainConfig(Section):
     without its adapter does."""
     kl_coefficient: float | None = Field(default=None, gt=0)
     """Weight of the KL divergence in nats, summed over the tokens as the rest of the loss; None without kl."""
-    kl_estimator: Literal["k1", "k2", "k3"] = "k3"
-    """Schulman's estimators. k1 has no gradient in the mean, so it is for kl = "reward" alone."""
+    kl_estimator: Estimator = Field(default_factory=_estimator)
+    """Schulman's estimators. By default k1 in the reward, where no other has the divergence's gradient, and k3 in the
+    loss, where k1 has none in the mean."""
     entropy_coefficient: float = Field(default=0.0, ge=0)
     """Weight of the entropy bonus in nats; 0 = none."""
     distill: DistillConfig | None = None
@@ -154,8 +162,6 @@ class TrainConfig(Section):
         _needs("pass_k", self.pass_k, when=self.advantage == "pass_at_k", what='advantage = "pass_at_k"')
         _needs("divisor_tokens", self.divisor_tokens, when=self.average == "constant", what='average = "constant"')
         _needs("kl_coefficient", self.kl_coefficient, when=self.kl != "none", what="kl")
-        if self.kl == "loss" and self.kl_estimator == "k1":
-            raise ValueError('kl_estimator = "k1" in the loss has a gradient of mean zero: take "k2" or "k3"')
         if self.advantage == "reinforce_plus_plus" and self.zero_variance == "refill":
             raise ValueError(
                 'advantage = "reinforce_plus_plus" learns from groups of equal rewards: take zero_variance = "train"'
@@ -169,6 +175,17 @@ class TrainConfig(Section):
         if self.overlong_tokens and self.overlong_buffer and self.overlong_buffer > self.overlong_tokens:
             raise ValueError(
                 f"overlong_buffer = {self.overlong_buffer} is more than overlong_tokens = {self.overlong_tokens}"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _estimator_fits(self, info: ValidationInfo) -> Self:
+        if self.kl == "loss" and self.kl_estimator == "k1":
+            raise ValueError('kl_estimator = "k1" in the loss has a gradient of mean zero: take "k2" or "k3"')
+        if self.kl == "reward" and self.kl_estimator != "k1" and info.context != STORED:
+            raise ValueError(
+                f'kl_estimator = "{self.kl_estimator}" in the reward does not have the gradient of the divergence, and '
+                'may drive the policy away from the start weights: take "k1", or kl = "loss"'
             )
         return self
 

@@ -79,6 +79,14 @@ def test_a_minimal_file_gets_the_defaults(tmp_path: Path):
             MINIMAL + '[train]\nkl = "loss"\nkl_coefficient = 0.1\nkl_estimator = "k1"',
             'kl_estimator = "k1" in the loss has a gradient of mean zero',
         ),
+        (
+            MINIMAL + '[train]\nkl = "reward"\nkl_coefficient = 0.1\nkl_estimator = "k3"',
+            'kl_estimator = "k3" in the reward does not have the gradient of the divergence, .*take "k1"',
+        ),
+        (
+            MINIMAL + '[train]\nkl = "reward"\nkl_coefficient = 0.1\nkl_estimator = "k2"',
+            'kl_estimator = "k2" in the reward',
+        ),
         (MINIMAL + "[train]\noverlong_tokens = 5", "overlong_buffer must be set with overlong_tokens"),
         (MINIMAL + '[train]\nloss = "gspo"\nclip_low = 3e-4', 'loss = "gspo" needs clip_low and clip_high'),
         (MINIMAL + "[train]\noverlong_buffer = 5", "overlong_buffer = 5 has no effect without overlong_tokens"),

@@ -78,10 +78,23 @@ def test_what_is_stored_goes_on_whatever_has_become_of_the_rules(text: str, expe
     RunConfig.model_validate(tomllib.loads(MINIMAL + text), context=STORED)
 
 
+@pytest.mark.parametrize(("kl", "estimator"), [("none", "k3"), ("loss", "k3"), ("reward", "k1")])
+def test_estimator_is_by_default_the_one_that_has_a_gradient_where_it_stands(kl: str, estimator: str) -> None:
+    coefficient = "" if kl == "none" else "kl_coefficient = 0.1\n"
+    assert config_of(f'[train]\nkl = "{kl}"\n{coefficient}').train.kl_estimator == estimator
+
+
+def test_run_that_is_stored_with_another_estimator_in_the_reward_computes_what_it_did() -> None:
+    stored = {"kl": "reward", "kl_coefficient": 0.1, "kl_estimator": "k3"}
+    train = RunConfig.model_validate({"name": "a", "model": "m", "train": stored}, context=STORED).train
+    assert train.kl_estimator == "k3"
+
+
 @pytest.mark.parametrize(
     "text",
     [
         "",
+        '[train]\nkl = "reward"\nkl_coefficient = 0.1',
         '[train]\nkl = "reward"\nkl_coefficient = 0.1\nkl_estimator = "k1"',
         '[train]\nloss = "cispo"\nclip_low = 1.0\nclip_high = 4.0',
         f"[train]\n{PROXIMAL}\nimportance_cap = 5.0\nclip_low = 0.1",

@@ -7,7 +7,8 @@ import math
 import pytest
 import torch
 
-from trainer.kl import Estimator, kl_estimate
+from common.config_train import Estimator, TrainConfig
+from trainer.kl import kl_estimate
 
 
 @pytest.mark.parametrize(
@@ -44,6 +45,39 @@ def test_mean_gradient(estimator: Estimator, is_that_of_the_divergence: bool) ->
     expected = other.grad.tolist() if is_that_of_the_divergence else [0.0] * 3
     assert logits.grad.tolist() == pytest.approx(expected, abs=1e-12)
     assert other.grad.abs().max() > 0.01
+
+
+SKEWED = torch.tensor([0.7, 0.2, 0.1], dtype=torch.float64)
+COLLAPSED = torch.tensor([0.98, 0.01, 0.01], dtype=torch.float64)
+
+
+def gradient_of_reward(policy_V: torch.Tensor, reference_V: torch.Tensor, *, estimator: Estimator) -> list[float]:
+    """By the logits, of the mean reward -estimate: the score of each token times what it is worth, held fixed."""
+    logits_V = policy_V.log().requires_grad_()
+    logprobs_V = logits_V.log_softmax(0)
+    estimates_V = kl_estimate(logprobs_V, reference_V.log(), estimator=estimator).detach()
+    (found_V,) = torch.autograd.grad((policy_V * -estimates_V * logprobs_V).sum(), logits_V)
+    return list(found_V.tolist())
+
+
+@pytest.mark.parametrize("policy_V", [POLICY, COLLAPSED, torch.tensor([0.1, 0.1, 0.8], dtype=torch.float64)])
+def test_by_default_the_reward_has_the_gradient_of_the_divergence(policy_V: torch.Tensor) -> None:
+    # By the logit of token v: -p_v (d_v - KL) with d = log policy - log reference.
+    difference_V = (policy_V / SKEWED).log()
+    expected_V = -policy_V * (difference_V - (policy_V * difference_V).sum())
+    estimator = TrainConfig(kl="reward", kl_coefficient=0.1).kl_estimator
+    found = gradient_of_reward(policy_V, SKEWED, estimator=estimator)
+    assert found == pytest.approx(expected_V.tolist(), abs=1e-12)
+
+
+@pytest.mark.parametrize("estimator", ["k2", "k3"])
+def test_other_estimators_in_the_reward_drive_a_collapsed_policy_further(estimator: Estimator) -> None:
+    # d = log 1.4 = 0.336, log 0.05 = -2.996, log 0.1 = -2.303; KL 0.277
+    of_k1 = gradient_of_reward(COLLAPSED, SKEWED, estimator="k1")
+    assert of_k1 == pytest.approx([-0.05848, 0.03272, 0.02579], abs=1e-4)
+    # k2 = 0.0566, 4.487, 2.651, mean 0.1269; k3 = 0.0508, 16.00, 6.697, mean 0.2767
+    expected = {"k2": [0.0689, -0.0436, -0.0252], "k3": [0.2214, -0.1573, -0.0642]}[estimator]
+    assert gradient_of_reward(COLLAPSED, SKEWED, estimator=estimator) == pytest.approx(expected, abs=2e-4)
 
 
 @pytest.mark.parametrize("estimator", ["k1", "k2", "k3"])
