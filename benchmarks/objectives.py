@@ -17,7 +17,11 @@ from trainer.losses import StepTotals, policy_loss
 
 Fields = Sequence[Mapping[str, object]]
 """Choices of one kind: fields of a TrainConfig."""
-LOSSES: Fields = ({"loss": "ppo"}, {"loss": "gspo", "clip_low": 0.02, "clip_high": 0.03}, {"loss": "cispo"})
+LOSSES: Fields = (
+    {"loss": "ppo"},
+    {"loss": "gspo", "clip_low": 0.02, "clip_high": 0.03},
+    {"loss": "cispo", "clip_low": 1.0, "clip_high": 0.28},
+)
 AVERAGES: Fields = ({"average": "token"}, {"average": "episode"}, {"average": "constant", "divisor_tokens": 32})
 CORRECTIONS: Fields = (
     {},

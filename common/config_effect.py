@@ -62,7 +62,7 @@ def _without_effect(train: TrainConfig) -> Iterator[tuple[str, str]]:
 def _of_the_ratio(train: TrainConfig) -> Iterator[tuple[str, str]]:
     if train.loss == "cispo":
         yield "dual_clip", 'with loss = "cispo"'
-    if train.anchor == "proximal" and train.minibatches == 1:
+    if not train.has_ratio:
         why = 'with anchor = "proximal" and minibatches = 1: at the only update the policy is its anchor, the ratio 1'
         yield from ((name, why) for name in ("clip_low", "clip_high", "dual_clip"))
 

@@ -23,6 +23,14 @@ def _needs(field: str, value: object, *, when: bool, what: str) -> None:
         )
 
 
+CLIPS = {
+    "gspo": "would hardly ever clip the ratio of a row, where 3e-4 and 4e-4 are usual",
+    "cispo": "would raise the weight of tokens that the policy has turned from: take clip_low = 1.0, no lower bound, "
+    "and clip_high = 4.0",
+}
+"""Losses whose clip ranges are not PPO's, and what PPO's would do to them."""
+
+
 def _estimator(train: dict[str, Any]) -> Estimator:
     """What kl_estimator is where it is not set, by `kl`."""
     return "k1" if train.get("kl") == "reward" else "k3"
@@ -98,7 +106,7 @@ class TrainConfig(Section):
     loss: Literal["ppo", "gspo", "cispo"] = "ppo"
     """What is done with the ratio policy / anchor: clipped per token (PPO, GRPO, DAPO), clipped per row (GSPO, whose
     clip ranges are about a thousandth of PPO's and must be given), or a bounded weight of each token's log-prob
-    (CISPO)."""
+    (CISPO, which is usually bounded from above alone; its ranges must be given, too)."""
     average: Literal["token", "episode", "constant"] = "token"
     """What the loss of a step is a mean of: all its tokens (DAPO), its episodes' means over their tokens (GRPO, GSPO),
     or the sum of each episode divided by divisor_tokens (Dr. GRPO)."""
@@ -166,15 +174,21 @@ class TrainConfig(Section):
             raise ValueError(
                 'advantage = "reinforce_plus_plus" learns from groups of equal rewards: take zero_variance = "train"'
             )
-        if self.loss == "gspo" and not {"clip_low", "clip_high"} <= self.model_fields_set:
-            raise ValueError(
-                f'loss = "gspo" needs clip_low and clip_high: the defaults, {self.clip_low} and {self.clip_high}, are '
-                "PPO's for single tokens and would hardly ever clip the ratio of a row, where 3e-4 and 4e-4 are usual"
-            )
         _needs("overlong_buffer", self.overlong_buffer, when=self.overlong_tokens is not None, what="overlong_tokens")
         if self.overlong_tokens and self.overlong_buffer and self.overlong_buffer > self.overlong_tokens:
             raise ValueError(
                 f"overlong_buffer = {self.overlong_buffer} is more than overlong_tokens = {self.overlong_tokens}"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _clip_fits(self, info: ValidationInfo) -> Self:
+        is_given = {"clip_low", "clip_high"} <= self.model_fields_set
+        if self.loss in CLIPS and self.has_ratio and not is_given and info.context != STORED:
+            low, high = (type(self).model_fields[name].default for name in ("clip_low", "clip_high"))
+            raise ValueError(
+                f'loss = "{self.loss}" needs clip_low and clip_high: the defaults, {low} and {high}, are PPO\'s for '
+                f"single tokens and {CLIPS[self.loss]}"
             )
         return self
 
@@ -237,6 +251,11 @@ class TrainConfig(Section):
         if info.context != STORED:
             check_effect(self)
         return self
+
+    @property
+    def has_ratio(self) -> bool:
+        """False where the policy is its own anchor at the only update, so that all ratios are 1."""
+        return self.anchor == "behaviour" or self.minibatches > 1
 
     @property
     def adapters_kept(self) -> int | None:

@@ -202,7 +202,8 @@ def _cispo(
 ) -> torch.Tensor:
     """REINFORCE with the clipped ratio as a constant weight: a token beyond the clip still has a gradient.
 
-    CISPO: MiniMax 2025, "MiniMax-M1", section 3.1.
+    CISPO: MiniMax 2025, "MiniMax-M1" (arXiv 2506.13585), section 3.1, which sets no lower bound: it would give a token
+    that the policy hardly samples any more the weight of one that it does.
     """
     return ratio.detach().clamp(1 - train.clip_low, 1 + train.clip_high) * advantages * logprobs
 

@@ -89,6 +89,10 @@ def test_a_minimal_file_gets_the_defaults(tmp_path: Path):
         ),
         (MINIMAL + "[train]\noverlong_tokens = 5", "overlong_buffer must be set with overlong_tokens"),
         (MINIMAL + '[train]\nloss = "gspo"\nclip_low = 3e-4', 'loss = "gspo" needs clip_low and clip_high'),
+        (
+            MINIMAL + '[train]\nloss = "cispo"\nclip_high = 4.0',
+            'loss = "cispo" needs clip_low and clip_high: .* clip_low = 1.0, no lower bound, and clip_high = 4.0',
+        ),
         (MINIMAL + "[train]\noverlong_buffer = 5", "overlong_buffer = 5 has no effect without overlong_tokens"),
         (
             MINIMAL + "[train]\noverlong_tokens = 5\noverlong_buffer = 6",

@@ -26,7 +26,10 @@ def config_of(text: str) -> RunConfig:
 
 WITHOUT_EFFECT = [
     ('[train]\nkl_estimator = "k1"', 'kl_estimator = "k1" has no effect without kl'),
-    ('[train]\nloss = "cispo"\ndual_clip = 5.0', 'dual_clip = 5.0 has no effect with loss = "cispo"'),
+    (
+        '[train]\nloss = "cispo"\nclip_low = 1.0\nclip_high = 4.0\ndual_clip = 5.0',
+        'dual_clip = 5.0 has no effect with loss = "cispo"',
+    ),
     (f"[train]\n{PROXIMAL}\nminibatches = 1\nclip_low = 0.1", "clip_low = 0.1 has no effect with anchor = "),
     (f"[train]\n{PROXIMAL}\nminibatches = 1\nclip_high = 0.4", "clip_high = 0.4 has no effect with anchor = "),
     (f"[train]\n{PROXIMAL}\nminibatches = 1\ndual_clip = 2.0", "dual_clip = 2.0 has no effect with anchor = "),
@@ -84,6 +87,11 @@ def test_estimator_is_by_default_the_one_that_has_a_gradient_where_it_stands(kl:
     assert config_of(f'[train]\nkl = "{kl}"\n{coefficient}').train.kl_estimator == estimator
 
 
+def test_run_that_is_stored_with_the_clip_of_ppo_for_cispo_computes_what_it_did() -> None:
+    train = RunConfig.model_validate({"name": "a", "model": "m", "train": {"loss": "cispo"}}, context=STORED).train
+    assert (train.clip_low, train.clip_high) == (0.2, 0.28)
+
+
 def test_run_that_is_stored_with_another_estimator_in_the_reward_computes_what_it_did() -> None:
     stored = {"kl": "reward", "kl_coefficient": 0.1, "kl_estimator": "k3"}
     train = RunConfig.model_validate({"name": "a", "model": "m", "train": stored}, context=STORED).train
@@ -97,6 +105,8 @@ def test_run_that_is_stored_with_another_estimator_in_the_reward_computes_what_i
         '[train]\nkl = "reward"\nkl_coefficient = 0.1',
         '[train]\nkl = "reward"\nkl_coefficient = 0.1\nkl_estimator = "k1"',
         '[train]\nloss = "cispo"\nclip_low = 1.0\nclip_high = 4.0',
+        f'[train]\n{PROXIMAL}\nminibatches = 1\nloss = "cispo"',
+        f'[train]\n{PROXIMAL}\nminibatches = 1\nloss = "gspo"',
         f"[train]\n{PROXIMAL}\nimportance_cap = 5.0\nclip_low = 0.1",
         f'[train]\n{PROXIMAL}\ncorrection = "none"\nallow_uncorrected = true',
         '[train]\nzero_variance = "refill"\nmax_refills_per_step = 5',

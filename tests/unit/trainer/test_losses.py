@@ -186,11 +186,17 @@ def test_gspo_ratio_is_over_the_sampled_tokens_alone_and_clipped_as_one() -> Non
     assert of_down.tolist()[0] == pytest.approx([0.0, 0.6, 0.6])
 
 
+CISPO = with_fields(loss="cispo", clip_low=1.0, clip_high=4.0)
+
+
 @pytest.mark.parametrize(
-    ("ratio", "advantage", "weight"), [(1.0, 1.0, 1.0), (5.0, 1.0, 1.28), (0.1, -2.0, -1.6), (1.1, -2.0, -2.2)]
+    ("ratio", "advantage", "weight"),
+    [(1.0, 1.0, 1.0), (8.0, 1.0, 5.0), (8.0, -1.0, -5.0), (0.1, -2.0, -0.2), (0.001, 3.0, 0.003), (1.1, -2.0, -2.2)],
 )
-def test_cispo_token_beyond_the_clip_keeps_a_bounded_gradient(ratio: float, advantage: float, weight: float) -> None:
-    loss, gradient = one_token(ratio, advantage, train=with_fields(loss="cispo"))
+def test_cispo_token_beyond_the_clip_keeps_a_bounded_gradient_and_an_old_one_its_ratio(
+    ratio: float, advantage: float, weight: float
+) -> None:
+    loss, gradient = one_token(ratio, advantage, train=CISPO)
     assert gradient == pytest.approx(-weight, abs=1e-5)
     assert loss == pytest.approx(-weight * (math.log(ratio) - 1), abs=1e-5)
 

@@ -259,7 +259,7 @@ def test_infinite_logprob_that_a_clip_would_hide_stops_the_step(
 
 OBJECTIVES: list[dict[str, object]] = [
     {"loss": "gspo", "average": "episode", "clip_low": 3e-4, "clip_high": 4e-4},
-    {"loss": "cispo"},
+    {"loss": "cispo", "clip_low": 1.0, "clip_high": 4.0},
     {"average": "constant", "divisor_tokens": 16},
     {"anchor": "proximal", "correction": "mask", "correction_level": "sequence"},
 ]
