@@ -19,7 +19,7 @@ class DistillConfig(Section):
     """Folder of a model, which the trainer loads beside its own, frozen; or http://HOST:PORT of a vLLM server, which is
     asked for the log-probs of each row. A server says those of temperature 1, so rollout.temperature must be 1 then."""
     weight: float = Field(default=1.0, gt=0, le=1e6)
-    """Added to the advantage of each token is weight x (teacher's log-prob - anchor's), in nats."""
+    """Added to the advantage of each token is weight x (teacher's log-prob - the policy's), in nats."""
     with_rewards: bool = True
     """False = the teacher alone is learned from, rewards are only reported."""
     request_timeout_s: float = Field(default=120.0, gt=0)

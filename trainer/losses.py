@@ -119,7 +119,7 @@ def policy_loss(
     if train.distill is not None:
         assert teacher_logprobs_BL is not None
         teacher = torch.where(mask_BL, teacher_logprobs_BL, 0.0)
-        advantages = with_teacher(advantages, anchor, teacher, distill=train.distill)
+        advantages = with_teacher(advantages, logprobs, teacher, distill=train.distill)
     ratio = _ratio(logprobs, anchor, mask=mask_BL, train=train)
     weights = importance(anchor, behaviour, train=train)
     objective = _weighed(logprobs, ratio, advantages, weights, train=train)

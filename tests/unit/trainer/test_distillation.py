@@ -80,34 +80,85 @@ def test_gain_adds_to_the_advantage_of_the_rewards_or_stands_alone() -> None:
     assert token_loss(-1.0, -1.5, advantage=2.0, train=train_config(with_rewards=False))[1] == pytest.approx(0.5)
 
 
-def test_gain_is_over_the_anchor_and_is_weighed_and_clipped_as_the_rewards_are() -> None:
+def test_gain_is_over_the_policy_and_is_weighed_and_clipped_as_the_rewards_are() -> None:
     train = TrainConfig.model_validate({"anchor": "proximal", "distill": {"teacher": "teacher"}})
-    # gain -0.5 over the anchor, weight e^0.4 of the anchor to the behaviour policy, ratio 1
+    # gain -0.5 over the policy, weight e^0.4 of the anchor to the behaviour policy, ratio 1
     assert token_loss(-1.0, -1.5, behaviour=-1.4, train=train)[1] == pytest.approx(0.5 * math.exp(0.4))
-    # gain 1 over the anchor, but the ratio e^0.5 is above the clip
-    assert token_loss(-1.0, -0.5, anchor=-1.5, train=train_config()) == pytest.approx((-1.28, 0.0))
+    # gain -0.5 over the policy, whatever the anchor, and the ratio e^0.1 is within the clip
+    assert token_loss(-1.0, -1.5, anchor=-1.1, train=train_config())[1] == pytest.approx(0.5 * math.exp(0.1))
+    # gain 0.5 over the policy, but the ratio e^0.5 is above the clip
+    assert token_loss(-1.0, -0.5, anchor=-1.5, train=train_config()) == pytest.approx((-0.64, 0.0))
 
 
-def test_mean_gradient_is_that_of_the_reverse_divergence() -> None:
-    generator = torch.Generator().manual_seed(0)
-    logits_V = torch.randn(7, generator=generator, dtype=torch.float64, requires_grad=True)
-    teacher_V = torch.randn(7, generator=generator, dtype=torch.float64).log_softmax(0)
-    logprobs_V = logits_V.log_softmax(0)
-    divergence = (logprobs_V.exp() * (logprobs_V - teacher_V)).sum()
-    (expected_V,) = torch.autograd.grad(divergence, logits_V, retain_graph=True)
+UNCLIPPED = {"clip_low": 1.0, "clip_high": 1e6, "dual_clip": 1e9, "distill": {"teacher": "t", "with_rewards": False}}
+
+
+def by_logits_of_the_policy(
+    policy_V: torch.Tensor, teacher_V: torch.Tensor, *, behaviour_V: torch.Tensor, train: TrainConfig
+) -> list[float]:
+    """Gradient of the mean loss of one token that the behaviour policy sampled; probabilities are given."""
+    logits_V = policy_V.log().requires_grad_()
+    anchor_V = behaviour_V if train.anchor == "behaviour" else (policy_V + behaviour_V) / 2
     loss_V, _ = policy_loss(
-        logprobs_V[:, None],
-        behaviour_logprobs_BL=logprobs_V.detach()[:, None],
-        anchor_logprobs_BL=logprobs_V.detach()[:, None],
-        advantages_B=torch.zeros(7, dtype=torch.float64),
-        mask_BL=torch.ones(7, 1, dtype=torch.bool),
+        logits_V.log_softmax(0)[:, None],
+        behaviour_logprobs_BL=behaviour_V.log()[:, None],
+        anchor_logprobs_BL=anchor_V.log()[:, None],
+        advantages_B=torch.zeros_like(policy_V),
+        mask_BL=torch.ones(len(policy_V), 1, dtype=torch.bool),
         totals=StepTotals(num_tokens=1, num_episodes=1),
-        train=train_config(),
-        teacher_logprobs_BL=teacher_V[:, None],
+        train=train,
+        teacher_logprobs_BL=teacher_V.log()[:, None],
     )
-    # Each token as often as the policy samples it.
-    (found_V,) = torch.autograd.grad((logprobs_V.exp().detach() * loss_V).sum(), logits_V)
-    torch.testing.assert_close(found_V, expected_V, atol=1e-12, rtol=0)
+    # Each token as often as the behaviour policy samples it.
+    (found_V,) = torch.autograd.grad((behaviour_V * loss_V).sum(), logits_V)
+    return list(found_V.tolist())
+
+
+POLICY_V = torch.tensor([0.5, 0.3, 0.2], dtype=torch.float64)
+TEACHER_V = torch.tensor([0.2, 0.3, 0.5], dtype=torch.float64)
+STALE_V = torch.tensor([0.3, 0.4, 0.3], dtype=torch.float64)
+# By the logit of token v: p_v (d_v - KL), with d = log(p / teacher) = 0.91629, 0, -0.91629 and KL = 0.27489.
+OF_THE_DIVERGENCE = [0.5 * (0.91629 - 0.27489), 0.3 * -0.27489, 0.2 * (-0.91629 - 0.27489)]
+
+
+@pytest.mark.parametrize("behaviour_V", [POLICY_V, STALE_V], ids=["fresh", "stale"])
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {},
+        {"anchor": "proximal", "importance_cap": 1e6},
+        {"loss": "cispo", "dual_clip": 3.0},
+    ],
+    ids=["behaviour", "proximal", "cispo"],
+)
+def test_mean_gradient_is_that_of_the_reverse_divergence_whoever_sampled(
+    behaviour_V: torch.Tensor, fields: dict[str, object]
+) -> None:
+    train = TrainConfig.model_validate(UNCLIPPED | fields)
+    found = by_logits_of_the_policy(POLICY_V, TEACHER_V, behaviour_V=behaviour_V, train=train)
+    assert found == pytest.approx(OF_THE_DIVERGENCE, abs=1e-5)
+
+
+@pytest.mark.parametrize("lag", [1, 4])
+def test_policy_comes_to_its_teacher_on_tokens_of_old_versions(lag: int) -> None:
+    logits = [torch.tensor([0.9, 0.05, 0.05], dtype=torch.float64).log()] * (lag + 1)
+    train = TrainConfig.model_validate(UNCLIPPED)
+    for _ in range(400):
+        policy_V, behaviour_V = (logits[index].softmax(0) for index in (-1, -1 - lag))
+        gradient = by_logits_of_the_policy(policy_V, TEACHER_V, behaviour_V=behaviour_V, train=train)
+        logits.append(logits[-1] - torch.tensor(gradient, dtype=torch.float64))
+    policy_V = logits[-1].softmax(0)
+    assert (policy_V * (policy_V / TEACHER_V).log()).sum().item() == pytest.approx(0, abs=1e-9)
+
+
+def test_clip_leaves_out_a_token_that_has_left_its_range_towards_the_teacher_and_none_that_is_to_come_back() -> None:
+    train = TrainConfig.model_validate(UNCLIPPED | {"clip_low": 0.2, "clip_high": 0.28})
+    # Ratios 5/3, 3/4 and 2/3. The teacher wants the first down and the last up: both come back.
+    found = by_logits_of_the_policy(POLICY_V, TEACHER_V, behaviour_V=STALE_V, train=train)
+    assert found == pytest.approx(OF_THE_DIVERGENCE, abs=1e-5)
+    # This one wants the first up and the last down still more.
+    further_V = torch.tensor([0.6, 0.3, 0.1], dtype=torch.float64)
+    assert by_logits_of_the_policy(POLICY_V, further_V, behaviour_V=STALE_V, train=train) == [0.0, 0.0, 0.0]
 
 
 def test_what_stands_outside_the_mask_is_never_seen_and_nan_under_it_shows(
