@@ -154,8 +154,8 @@ class TrainConfig(Section):
     """Episodes that end at the token or context limit: trained, or left out of the loss and its divisor (DAPO, overlong
     filtering). They count in the baseline in either case."""
     zero_variance: Literal["train", "refill"] = "train"
-    """Groups whose rewards are all equal, which have no gradient: train them, or drop and replace them (DAPO, dynamic
-    sampling)."""
+    """Groups whose rewards are all equal, or with pass_at_k the best ones of all teams, which have no gradient: train
+    them, or drop and replace them (DAPO, dynamic sampling)."""
     max_refills_per_step: int | None = Field(default=None, ge=1)
     """Groups that `refill` may drop for one training step, before the further ones are trained; None = 10 x
     groups_per_step. So a policy that has solved everything still comes to an end."""

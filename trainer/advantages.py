@@ -14,6 +14,7 @@ from math import comb, isfinite
 import numpy as np
 
 from common.config_train import TrainConfig
+from common.variance import is_even
 
 EPSILON = 1e-4
 """Keeps the division finite; next to it a standard deviation of rewards in 0..1 is large."""
@@ -27,7 +28,7 @@ class GroupRewards:
 
     group_id: int
     raw: Mapping[int, float]
-    """Episode id -> reward of the evaluation. Equal ones make the group one without variance."""
+    """Episode id -> reward of the evaluation. It decides whether the group is one without variance."""
     shaped: Mapping[int, float]
     """Episode id -> reward that is trained: raw, or with penalties taken off."""
 
@@ -41,11 +42,6 @@ class GroupRewards:
                 if not isfinite(reward):
                     raise ValueError(f"group {self.group_id} episode {episode_id}: {kind} is {reward}")
 
-    @property
-    def is_even(self) -> bool:
-        """True where the episodes differ in nothing but penalties: all raw rewards equal, or fewer than two."""
-        return len(set(self.raw.values())) < 2
-
 
 @dataclass(frozen=True, kw_only=True)
 class Advantages:
@@ -54,7 +50,7 @@ class Advantages:
     by_episode: Mapping[int, float]
     """Episode id -> advantage, without unit."""
     zero_variance_groups: int
-    """Groups whose raw rewards are all equal, those of one episode included."""
+    """Groups whose raw rewards tell no episodes apart (common/variance.py), those of one episode included."""
     singleton_groups: int
     """Groups of one episode: there is nothing to compare it with."""
     left_out: frozenset[int] = frozenset()
@@ -118,7 +114,7 @@ def pass_at_k(rewards_G: Sequence[float], *, k: int) -> np.ndarray:
     """
     rewards = np.asarray(rewards_G, dtype=np.float64)
     count = len(rewards)
-    if count <= k or _all_equal(rewards):
+    if is_even(rewards.tolist(), pass_k=k):
         return np.zeros(count)
     order = np.argsort(rewards, kind="stable")
     ranked = rewards[order]
@@ -128,8 +124,6 @@ def pass_at_k(rewards_G: Sequence[float], *, k: int) -> np.ndarray:
     above = np.array([comb(rank - 1, k - 2) if rank else 0 for rank in range(count)], dtype=np.float64)
     mean = is_best @ ranked / comb(count, k)
     std = np.sqrt(is_best @ (ranked - mean) ** 2 / comb(count, k))
-    if np.ptp(ranked[k - 1 :]) == 0:
-        return np.zeros(count)
     higher = np.append(np.cumsum((above * ranked)[::-1])[::-1][1:], 0.0)
     with_episode = (is_best * ranked + higher) / comb(count - 1, k - 1)
     advantages = np.empty(count)
@@ -160,18 +154,19 @@ def step_advantages(
 ) -> Advantages:
     """Advantages of all episodes of a step, by train.advantage; 0 for those in `left_out`.
 
-    A group whose raw rewards are all equal gives exact zeros even if penalties tell its episodes apart: what is left to
-    learn from them would be to be short (Yu et al. 2025, "DAPO", filters on the raw reward, too). reinforce_plus_plus
-    alone learns from such groups, by comparison with the rest of the step. Raises ValueError for an episode or group
-    that comes twice.
+    A group whose raw rewards are all equal, or with pass_at_k those of all its teams, gives exact zeros even if
+    penalties tell its episodes apart: what is left to learn from them would be to be short (Yu et al. 2025, "DAPO",
+    filters on the raw reward, too). reinforce_plus_plus alone learns from such groups, by comparison with the rest of
+    the step. Raises ValueError for an episode or group that comes twice.
     """
     _refuse_repetition("group", [group.group_id for group in groups])
     _refuse_repetition("episode", [episode_id for group in groups for episode_id in group.raw])
     baseline = _group_advantages(train)
     by_episode: dict[int, float] = {}
+    even = {group.group_id for group in groups if is_even(group.raw.values(), pass_k=train.pass_k)}
     for group in groups:
         rewards_G = list(group.shaped.values())
-        is_zero = group.is_even and train.advantage != "reinforce_plus_plus"
+        is_zero = group.group_id in even and train.advantage != "reinforce_plus_plus"
         advantages_G = np.zeros(len(rewards_G)) if is_zero else baseline(rewards_G)
         by_episode.update(zip(group.shaped, advantages_G.tolist(), strict=True))
     over_the_step = {
@@ -183,7 +178,7 @@ def step_advantages(
     return Advantages(
         by_episode=by_episode | dict.fromkeys(left_out, 0.0),
         left_out=frozenset(left_out),
-        zero_variance_groups=sum(group.is_even for group in groups),
+        zero_variance_groups=len(even),
         singleton_groups=sum(len(group.raw) == 1 for group in groups),
     )
 

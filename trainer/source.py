@@ -87,6 +87,7 @@ def _open_or_take(database: Database, run: Run, *, version: int, even: bool) -> 
             num_groups=train.groups_per_step,
             max_staleness=train.max_staleness,
             max_refills=train.max_refills,
+            pass_k=train.pass_k,
             wait_for_late=train.late_groups == "wait",
             even_rows=run.config.rollout.group_size if even else None,
         )

@@ -50,16 +50,17 @@ CHECKS: Mapping[str, str] = MappingProxyType(
             SELECT count(*) FROM episode_group g
               JOIN run r ON r.id = g.run_id
               JOIN LATERAL (SELECT min(version_min) FILTER (WHERE state = 'SCORED') AS oldest,
-                                   min(reward) FILTER (WHERE outcome = ANY(CAST(:agent AS text[])))
-                                   = max(reward) FILTER (WHERE outcome = ANY(CAST(:agent AS text[]))) AS even,
-                                   count(*) FILTER (WHERE state = 'SCORED'
-                                                    AND outcome = ANY(CAST(:agent AS text[]))) AS num_scored
+                                   array_agg(reward ORDER BY reward)
+                                   FILTER (WHERE state = 'SCORED' AND outcome = ANY(CAST(:agent AS text[]))) AS rewards,
+                                   coalesce(CAST(r.config -> 'train' ->> 'pass_k' AS int), 1) AS lone
                               FROM episode WHERE group_id = g.id) e ON true
-             WHERE g.run_id = :run_id AND g.state = 'DROPPED' AND g.eval_version IS NULL AND e.num_scored >= 2
+             WHERE g.run_id = :run_id AND g.state = 'DROPPED' AND g.eval_version IS NULL AND cardinality(e.rewards) >= 2
                AND e.oldest >= (SELECT max(version_in) FROM train_step WHERE run_id = :run_id)
                                - CAST(r.config -> 'train' ->> 'max_staleness' AS int)
                AND g.drop_reason IS DISTINCT FROM 'uneven'
-               AND NOT (g.drop_reason = 'zero_variance' AND e.even
+               AND NOT (g.drop_reason = 'zero_variance'
+                        AND (cardinality(e.rewards) <= e.lone
+                             OR e.rewards[e.lone] = e.rewards[cardinality(e.rewards)])
                         AND r.config -> 'train' ->> 'zero_variance' = 'refill')
         """,
         # Evaluation episodes that were trained, that are in a group of another kind, or whose tokens are not all of

@@ -14,6 +14,7 @@ from common.db.late import is_any_late
 from common.episode import DropReason, ScoredEpisode
 from common.errors import SetupError
 from common.outcomes import AGENT_OUTCOMES
+from common.variance import is_even
 from common.weights import Published
 
 
@@ -35,7 +36,7 @@ class Take:
     dropped: Counter[DropReason]
     """Groups that were dropped on the way."""
     num_zero_variance: int = 0
-    """Groups of the step whose rewards are all equal although such groups are to be replaced: too many were before."""
+    """Groups of the step without variance although such groups are to be replaced: too many were before."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,16 +75,17 @@ def take_groups(
     num_groups: int,
     max_staleness: int,
     max_refills: int = 0,
+    pass_k: int | None = None,
     wait_for_late: bool = False,
     even_rows: int | None = None,
 ) -> Take:
     """Open a step with the oldest `num_groups` complete groups; fewer are left where they are.
 
     Groups whose oldest token is more than `max_staleness` versions behind `version_in`, or that have no baseline,
-    are dropped and counted; so are up to `max_refills` groups for each version whose rewards are all equal, and then
-    the feeder makes as many new ones. It is the raw reward that counts. Of a run that is over, nothing is taken.
-    With `wait_for_late` nothing is taken either while a group is open that the step would make too old. With
-    `even_rows` groups that do not give exactly so many rows are dropped, too.
+    are dropped and counted; so are up to `max_refills` groups for each version that have no variance by
+    common/variance.py and `pass_k`, and then the feeder makes as many new ones. It is the raw reward that counts. Of a
+    run that is over, nothing is taken. With `wait_for_late` nothing is taken either while a group is open that the step
+    would make too old. With `even_rows` groups that do not give exactly so many rows are dropped, too.
     """
     # Against a stop, which drops all groups: it waits until the step is committed, or we see that it was first.
     if not conn.execute(
@@ -95,7 +97,8 @@ def take_groups(
     complete = _complete(conn, run_id)
     # Only what was judged may be taken: a group that completes in between waits for the next call.
     oldest = version_in - max_staleness
-    judged = {judged.group_id: judged for judged in _judge(conn, complete, oldest=oldest, even_rows=even_rows)}
+    verdicts = _judge(conn, complete, oldest=oldest, even_rows=even_rows, pass_k=pass_k)
+    judged = {verdict.group_id: verdict for verdict in verdicts}
     left = max_refills and max_refills - num_refilled(conn, run_id, version_in=version_in)
     reasons = _reasons(judged.values(), num_refills=left)
     _drop(conn, reasons, version_in=version_in)
@@ -156,10 +159,12 @@ class _Judged:
     uneven: bool
     """It gives another number of rows than its trainer can take."""
     even: bool
-    """The rewards that would enter the baseline are all equal."""
+    """The rewards that would enter the baseline tell no episodes apart."""
 
 
-def _judge(conn: Connection, group_ids: list[int], *, oldest: int, even_rows: int | None) -> list[_Judged]:
+def _judge(
+    conn: Connection, group_ids: list[int], *, oldest: int, even_rows: int | None, pass_k: int | None
+) -> list[_Judged]:
     rows = conn.execute(
         text(
             """
@@ -168,8 +173,8 @@ def _judge(conn: Connection, group_ids: list[int], *, oldest: int, even_rows: in
                    CAST(:even_rows AS int) IS NOT NULL
                    AND coalesce(sum(num_rows) FILTER (WHERE state = 'SCORED' AND outcome = ANY(:agent)), 0)
                        <> CAST(:even_rows AS int) AS uneven,
-                   coalesce(min(reward) FILTER (WHERE outcome = ANY(:agent))
-                            = max(reward) FILTER (WHERE outcome = ANY(:agent)), false) AS even
+                   coalesce(array_agg(reward) FILTER (WHERE state = 'SCORED' AND outcome = ANY(:agent)), '{}')
+                       AS rewards
               FROM episode
               LEFT JOIN LATERAL (SELECT count(DISTINCT sample) AS num_rows FROM turn
                                   WHERE episode_id = episode.id AND CAST(:even_rows AS int) IS NOT NULL) r ON true
@@ -178,7 +183,16 @@ def _judge(conn: Connection, group_ids: list[int], *, oldest: int, even_rows: in
         ),
         {"ids": group_ids, "oldest": oldest, "agent": sorted(AGENT_OUTCOMES), "even_rows": even_rows},
     )
-    return [_Judged(**row._mapping) for row in rows]
+    return [
+        _Judged(
+            group_id=row.group_id,
+            stale=row.stale,
+            too_few=row.too_few,
+            uneven=row.uneven,
+            even=is_even(row.rewards, pass_k=pass_k),
+        )
+        for row in rows
+    ]
 
 
 def _reasons(judged: Iterable[_Judged], *, num_refills: int) -> dict[int, DropReason]:

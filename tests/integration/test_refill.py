@@ -27,14 +27,16 @@ from workers.feeder import Feeder, next_tasks
 PUBLISHED = Published(location="model", manifest_sha256="0" * 64)
 
 
-def open_world(database: Database, *, name: str = "run-a", num_tasks: int = 50, **train: object) -> World:
+def open_world(
+    database: Database, *, name: str = "run-a", num_tasks: int = 50, group_size: int = 2, **train: object
+) -> World:
     """A run that replaces groups without variance and has an engine that serves."""
     given = {"groups_per_step": 2, "minibatches": 1, "num_versions": 3, "zero_variance": "refill", **train}
     config = RunConfig(
         name=name,
         model=Path("model"),
         num_tasks=num_tasks,
-        rollout=RolloutConfig(group_size=2),
+        rollout=RolloutConfig(group_size=group_size),
         train=TrainConfig.model_validate(given),
     )
     with database.begin() as conn:
@@ -49,14 +51,14 @@ def serve(database: Database, run: Run, version: int) -> None:
         conn.execute(text("UPDATE engine SET version = :v WHERE run_id = :id"), {"v": version, "id": run.id})
 
 
-def play(world: World, *rewards: tuple[float, float], version: int = 0, parts: bool = False) -> None:
-    """Finish the oldest groups with these rewards, one pair each."""
+def play(world: World, *rewards: tuple[float, ...], version: int = 0, parts: bool = False) -> None:
+    """Finish the oldest groups with these rewards."""
     with world.database.begin() as conn:
         ids = conn.execute(
             text("SELECT id FROM episode WHERE run_id = :id AND state = 'NEW' ORDER BY id"), {"id": world.run.id}
         ).scalars()
         wakeups = [episodes.Wakeup(stage=Stage.INIT, episode_id=id, attempt=1) for id in ids]
-    for wakeup, reward in zip(wakeups, [one for pair in rewards for one in pair], strict=False):
+    for wakeup, reward in zip(wakeups, [one for group in rewards for one in group], strict=False):
         claim = world.must_claim(world.sample(world.prepare(wakeup), version=version))
         with world.database.begin() as conn:
             shaped = {"length_penalty": -0.1 * wakeup.episode_id} if parts else {}
@@ -73,6 +75,7 @@ def take(world: World, *, version_in: int = 0) -> Take:
             num_groups=train.groups_per_step,
             max_staleness=train.max_staleness,
             max_refills=train.max_refills,
+            pass_k=train.pass_k,
         )
 
 
@@ -135,19 +138,47 @@ def test_an_episode_that_says_nothing_of_the_policy_gives_no_variance(database: 
     world = open_world(database, groups_per_step=1)
     world.run = runs_with_group_size(world, 3)
     Feeder(database, unheard).round()
-    with database.begin() as conn:
-        first = conn.execute(text("SELECT id FROM episode ORDER BY id LIMIT 1")).scalar_one()
-    claim = world.must_claim(episodes.Wakeup(stage=Stage.INIT, episode_id=first, attempt=1))
-    with database.begin() as conn:
-        retries.retry(conn, claim, outcome=Outcome.SANDBOX_FAILED, detail="x", afresh=False, max_attempts=1)
+    lose_the_first(world)
     play(world, (1, 1))
     assert take(world).dropped == {DropReason.ZERO_VARIANCE: 1}
+
+
+def lose_the_first(world: World) -> None:
+    """The oldest episode ends by what is none of the agent's doing."""
+    with world.database.begin() as conn:
+        first = conn.execute(text("SELECT id FROM episode ORDER BY id LIMIT 1")).scalar_one()
+    claim = world.must_claim(episodes.Wakeup(stage=Stage.INIT, episode_id=first, attempt=1))
+    with world.database.begin() as conn:
+        retries.retry(conn, claim, outcome=Outcome.SANDBOX_FAILED, detail="x", afresh=False, max_attempts=1)
 
 
 def runs_with_group_size(world: World, size: int) -> Run:
     config = world.run.config.model_copy(update={"rollout": RolloutConfig(group_size=size)})
     with world.database.begin() as conn:
         return runs.open_run(conn, config)
+
+
+def test_with_pass_at_k_a_group_whose_teams_are_all_as_good_is_replaced(database: Database):
+    """Of three episodes, one that failed alone is in no team of two that failed."""
+    world = open_world(database, group_size=3, groups_per_step=4, advantage="pass_at_k", pass_k=2)
+    Feeder(database, unheard).round()
+    play(world, (1, 1, 0), (1, 0, 0), (0, 0, 0), (0.5, 0, 1))
+    assert take(world).dropped == {DropReason.ZERO_VARIANCE: 2}
+    assert group_states(world)[:4] == ["zero_variance", "COMPLETE", "zero_variance", "COMPLETE"]
+
+
+def test_with_pass_at_k_a_group_with_no_more_than_k_episodes_of_the_agent_is_replaced(database: Database):
+    world = open_world(database, group_size=3, groups_per_step=1, advantage="pass_at_k", pass_k=2)
+    Feeder(database, unheard).round()
+    lose_the_first(world)
+    play(world, (1, 0), (1, 0, 0))
+    done = take(world)
+    assert (done.dropped, done.num_zero_variance) == ({DropReason.ZERO_VARIANCE: 1}, 0)
+    finish(world, done)
+    with database.begin() as conn:
+        assert audit.violations(conn, world.run.id)["dropped_fresh"] == 0
+        conn.execute(text("UPDATE run SET config = jsonb_set(config, '{train,pass_k}', 'null')"))
+        assert audit.violations(conn, world.run.id)["dropped_fresh"] == 1
 
 
 def test_by_default_they_are_trained(database: Database):

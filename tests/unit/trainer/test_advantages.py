@@ -122,10 +122,10 @@ def test_groups_have_baselines_of_their_own() -> None:
 
 
 @pytest.mark.parametrize(
-    ("train", "expected"),
+    ("train", "expected", "num_even"),
     [
-        ({"advantage": "dr_grpo"}, {1: 0.5, 2: -0.5, 3: 4.0, 4: -2.0, 5: -2.0, 6: 0, 7: 0}),
-        ({"advantage": "rloo"}, {1: 1.0, 2: -1.0, 3: 6.0, 4: -3.0, 5: -3.0, 6: 0, 7: 0}),
+        ({"advantage": "dr_grpo"}, {1: 0.5, 2: -0.5, 3: 4.0, 4: -2.0, 5: -2.0, 6: 0, 7: 0}, 2),
+        ({"advantage": "rloo"}, {1: 1.0, 2: -1.0, 3: 6.0, 4: -3.0, 5: -3.0, 6: 0, 7: 0}, 2),
         (
             {"advantage": "reinforce_plus_plus_baseline"},
             # squares 1/4, 1/4, 16, 4, 4 over 7 episodes
@@ -133,11 +133,13 @@ def test_groups_have_baselines_of_their_own() -> None:
                 number: value / (math.sqrt(24.5 / 7) + 1e-4)
                 for number, value in {1: 0.5, 2: -0.5, 3: 4.0, 4: -2.0, 5: -2.0, 6: 0, 7: 0}.items()
             },
+            2,
         ),
         (
             {"advantage": "pass_at_k", "pass_k": 2},
             # best of the pairs of (6, 0, 0): 6, 6, 0; mean 4, std sqrt(8); the others have no more than two episodes
             {1: 0, 2: 0, 3: 2 / (8**0.5 + 1e-4), 4: -1 / (8**0.5 + 1e-4), 5: -1 / (8**0.5 + 1e-4), 6: 0, 7: 0},
+            3,
         ),
         (
             {"advantage": "reinforce_plus_plus"},
@@ -146,10 +148,11 @@ def test_groups_have_baselines_of_their_own() -> None:
                 number: (reward - 1) / (math.sqrt(30 / 7) + 1e-4)
                 for number, reward in {1: 1, 2: 0, 3: 6, 4: 0, 5: 0, 6: 0, 7: 0}.items()
             },
+            2,
         ),
     ],
 )
-def test_steps_of_uneven_groups(train: dict[str, object], expected: dict[int, float]) -> None:
+def test_steps_of_uneven_groups(train: dict[str, object], expected: dict[int, float], num_even: int) -> None:
     groups = [
         group(1, {1: 1.0, 2: 0.0}),
         group(2, {3: 6.0, 4: 0.0, 5: 0.0}),
@@ -158,7 +161,29 @@ def test_steps_of_uneven_groups(train: dict[str, object], expected: dict[int, fl
     ]
     advantages = step(groups, **train)
     assert advantages.by_episode == pytest.approx(expected, abs=1e-9)
-    assert (advantages.zero_variance_groups, advantages.singleton_groups) == (2, 2)
+    assert (advantages.zero_variance_groups, advantages.singleton_groups) == (num_even, 2)
+
+
+@pytest.mark.parametrize(
+    ("rewards", "k", "teaches"),
+    [
+        ([1.0] * 7 + [0.0], 2, False),
+        ([1.0] * 6 + [0.0] * 2, 2, True),
+        ([1.0] * 6 + [0.0] * 2, 3, False),
+        ([1.0, 0.0, 0.0, 0.0], 4, False),
+        ([1.0, 0.0, 0.0, 0.0, 0.0], 4, True),
+        ([0.2, 0.1, 0.2, 0.2], 2, False),
+        ([0.3, 0.1, 0.2, 0.2], 2, True),
+    ],
+)
+def test_group_whose_teams_are_all_as_good_is_counted_and_learns_nothing_from_penalties(
+    rewards: list[float], k: int, teaches: bool
+) -> None:
+    raw = dict(enumerate(rewards))
+    shaped = {number: reward - 0.01 * number for number, reward in raw.items()}
+    advantages = step([group(1, raw, shaped)], advantage="pass_at_k", pass_k=k)
+    assert (advantages.zero_variance_groups, any(advantages.by_episode.values())) == (int(not teaches), teaches)
+    assert any(step([group(1, raw)], advantage="pass_at_k", pass_k=k).by_episode.values()) == teaches
 
 
 @pytest.mark.parametrize("advantage", ["grpo", "dr_grpo", "rloo", "reinforce_plus_plus_baseline"])
