@@ -36,13 +36,17 @@ class TokenStats:
     """Sums over the tokens of a batch, so that batches of a step add up whatever their sizes."""
 
     num_tokens: int = 0
+    """Sampled tokens of the rows that were computed: without those of advantage 0, unless needs_all_rows."""
     ratio_sum: float = 0.0
     """Ratio policy / anchor, before any clip or truncation."""
     ratio_max: float = 0.0
     clipped_low: int = 0
-    """Tokens with a negative advantage and a ratio below the range: no gradient."""
+    """Tokens with a negative advantage and a ratio below the range. The advantage gives them no gradient; by CISPO, the
+    one of the bound."""
     clipped_high: int = 0
-    """Tokens with a positive advantage and a ratio above the range: no gradient."""
+    """Tokens with a positive advantage and a ratio above the range; the same holds. Those with a negative one that are
+    beyond dual_clip have no gradient either, and are in neither count; nor are those of the other sign that CISPO's
+    range bounds."""
     kl_sum: float = 0.0
     """Estimate of KL(behaviour || policy) in nats: ratio - 1 - log ratio, never negative (Schulman's k3)."""
     importance_max: float = 0.0
@@ -55,7 +59,7 @@ class TokenStats:
     """Estimate of KL(policy || start weights) in nats, where it is part of the loss."""
 
     def metrics(self) -> dict[str, float]:
-        """Means and fractions over the tokens; 0 where there are none."""
+        """Means and fractions over num_tokens; 0 where there are none."""
         count = max(self.num_tokens, 1)
         return {
             "ratio_mean": self.ratio_sum / count,

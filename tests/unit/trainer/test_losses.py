@@ -186,6 +186,18 @@ def test_gspo_ratio_is_over_the_sampled_tokens_alone_and_clipped_as_one() -> Non
     assert of_down.tolist()[0] == pytest.approx([0.0, 0.6, 0.6])
 
 
+@pytest.mark.parametrize(("loss", "of_high", "of_low", "of_far"), [("ppo", 0.0, 0.0, 0.0), ("cispo", -1.28, 0.8, 1.28)])
+def test_what_is_counted_as_clipped_has_no_gradient_but_by_cispo(
+    loss: str, of_high: float, of_low: float, of_far: float
+) -> None:
+    train = with_fields(loss=loss, dual_clip=3.0)
+    behaviour = [[-1.0 - math.log(2), -1.0], [-1.0 - math.log(0.5), -1.0 - math.log(4)]]
+    _, stats, gradient = loss_of([[-1.0, -1.0], [-1.0, -1.0]], behaviour, [1.0, -1.0], train=train)
+    # Ratios 2 and 1 of a good row, 0.5 and 4 of a bad one; the last is beyond the dual clip, and counted nowhere.
+    assert gradient.tolist() == [pytest.approx([of_high, -1.0]), pytest.approx([of_low, of_far])]
+    assert (stats.clipped_high, stats.clipped_low, stats.num_tokens) == (1, 1, 4)
+
+
 CISPO = with_fields(loss="cispo", clip_low=1.0, clip_high=4.0)
 
 
