@@ -83,8 +83,8 @@ class TrainConfig(Section):
     """Put the rows of a pass one after the other, without padding and without attention between them. Refused at the
     start for models that do not keep them apart."""
     max_logits: int = Field(default=2**26, ge=1)
-    """Logits (token positions x vocabulary) that exist at once, in float32, some four times; 2**26 are 256 MiB. A pass
-    that needs more computes them in chunks, twice; models that scale or cap logits after the head cannot."""
+    """Logits (token positions x vocabulary) that exist at once, in float32, three times; 2**26 are 256 MiB each time. A
+    pass that needs more computes them in chunks, twice; models that scale or cap logits after the head cannot."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """What matrix products are computed in. Weights, gradients and the optimizer's state are float32 in either case."""
     attention: Literal["sdpa", "flash_attention_2", "flash_attention_3"] = "sdpa"

@@ -12,8 +12,9 @@ from common.model_folder import ModelShape, read_model_shape
 FLOAT32_BYTES = 4
 LORA_MODULES = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 """Layers that get an adapter where the run names none: of attention and MLP in the families that renderers know."""
-LOGIT_COPIES = 4
-"""Alive at the peak: the logits, those at the run's temperature, their log-softmax, and the gradient of one of them."""
+LOGIT_COPIES = 3
+"""Alive at the peak, with entropies and top_p or without: the logits, those at the run's temperature and their
+log-softmax; on the way back the log-softmax, the probabilities and the gradient."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,7 +69,10 @@ def estimate_memory(config: RunConfig, shape: ModelShape) -> MemoryEstimate | No
         # Under an adapter lie the start weights.
         reference=(0 if train.kl == "none" or train.lora_rank is not None else weights) + _teacher(train.distill),
         activations=activation_bytes * positions * kept,
-        logits=FLOAT32_BYTES * LOGIT_COPIES * min(positions * shape.vocab_size, train.max_logits),
+        # A chunk has one position at least.
+        logits=FLOAT32_BYTES
+        * LOGIT_COPIES
+        * min(positions * shape.vocab_size, max(train.max_logits, shape.vocab_size)),
         positions=positions,
     )
 

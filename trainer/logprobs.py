@@ -15,6 +15,7 @@ from common.errors import SetupError
 from trainer.modelling import as_single_rows, autocast, base_of, packed_arguments, vocabulary_size
 from trainer.samples import Batch
 from trainer.start_check import check_rows_apart, head_is_last
+from trainer.token_scores import token_scores
 
 
 class TokenScorer(torch.nn.Module):
@@ -106,25 +107,9 @@ class TokenScorer(torch.nn.Module):
         self, logits_CV: torch.Tensor, ids_C: torch.Tensor, with_entropies: bool
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """[C] log-probs, and [C] entropies, which are empty where nobody asks for them."""
-        log_softmax_CV = self._log_softmax(logits_CV, ids_C)
-        # A copy: the hooks of a sharded module would be lost on a view.
-        logprobs_C = log_softmax_CV.gather(1, ids_C[:, None])[:, 0].clone()
-        if not with_entropies:
-            return logprobs_C, logprobs_C.new_zeros(0)
-        # Outside the nucleus 0 times -inf would be NaN. Not entr(exp(x)): its gradient is infinite there.
-        finite_CV = log_softmax_CV.masked_fill(log_softmax_CV == -torch.inf, 0.0)
-        return logprobs_C, -(log_softmax_CV.exp() * finite_CV).sum(dim=-1)
-
-    def _log_softmax(self, logits_CV: torch.Tensor, ids_C: torch.Tensor) -> torch.Tensor:
-        """[C, V] log-probs of the sampling distribution."""
-        logits_CV = logits_CV.float() / self._temperature
-        if self._top_p < 1:
-            outside_CV = outside_nucleus(logits_CV.detach(), self._top_p)
-            # Under newer weights a token may have left the nucleus that it was sampled from: it is kept, or its
-            # ratio would be 0 and its log-prob infinite.
-            outside_CV.scatter_(1, ids_C[:, None], value=False)
-            logits_CV = logits_CV.masked_fill(outside_CV, -torch.inf)
-        return logits_CV.log_softmax(dim=-1)
+        return token_scores(
+            logits_CV, ids_C, temperature=self._temperature, top_p=self._top_p, with_entropies=with_entropies
+        )
 
 
 def score_batch(
@@ -138,13 +123,3 @@ def score_batch(
     zeros_BL = torch.zeros(batch.mask_BL.shape)
     logprobs_BL = zeros_BL.masked_scatter(batch.mask_BL, logprobs_N.cpu())
     return logprobs_BL, zeros_BL if entropies_N is None else zeros_BL.masked_scatter(batch.mask_BL, entropies_N.cpu())
-
-
-def outside_nucleus(logits_CV: torch.Tensor, top_p: float) -> torch.Tensor:
-    """[C, V] True outside the smallest set of likeliest tokens with at least `top_p` of the probability.
-
-    Nucleus sampling (Holtzman et al. 2020, The Curious Case of Neural Text Degeneration, section 3.1).
-    """
-    probs_CV, order_CV = logits_CV.softmax(dim=-1).sort(dim=-1, descending=True)
-    outside_CV = probs_CV.cumsum(dim=-1) - probs_CV >= top_p
-    return torch.empty_like(outside_CV).scatter_(1, order_CV, outside_CV)

@@ -97,7 +97,10 @@ def test_memory_counts_what_the_objective_needs() -> None:
     assert plain is not None
     weights = 4 * NUM_PARAMETERS
     assert (plain.parameters, plain.gradients, plain.optimizer, plain.reference) == (weights, weights, 2 * weights, 0)
-    assert plain.logits == 4 * 4096 * 576 * 4
+    assert plain.logits == 3 * 4096 * 576 * 4
+    tiny_chunks = estimate_memory(run_config(train={"max_logits": 1}), shape)
+    assert tiny_chunks is not None
+    assert tiny_chunks.logits == 3 * 576 * 4  # of one position
     with_kl = estimate_memory(run_config(train={"kl": "loss", "kl_coefficient": 0.1}), shape)
     assert with_kl is not None
     assert with_kl.total - plain.total == weights
