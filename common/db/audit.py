@@ -63,6 +63,16 @@ CHECKS: Mapping[str, str] = MappingProxyType(
                              OR e.rewards[e.lone] = e.rewards[cardinality(e.rewards)])
                         AND r.config -> 'train' ->> 'zero_variance' = 'refill')
         """,
+        # Episodes of trained groups that were older at their step than the run allows. Failed siblings may be of any
+        # age: they are not trained.
+        "trained_stale": """
+            SELECT count(*) FROM episode e
+              JOIN episode_group g ON g.id = e.group_id AND g.state = 'TRAINED'
+              JOIN train_step s ON s.id = g.step_id
+              JOIN run r ON r.id = e.run_id
+             WHERE e.run_id = :run_id AND e.state = 'SCORED'
+               AND e.version_min < s.version_in - CAST(r.config -> 'train' ->> 'max_staleness' AS int)
+        """,
         # Evaluation episodes that were trained, that are in a group of another kind, or whose tokens are not all of
         # the version that they evaluate; and evaluations that are not over.
         "evaluations_wrong": """

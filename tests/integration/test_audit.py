@@ -57,6 +57,8 @@ def test_an_orderly_run_has_no_violations(trained: World) -> None:
         ("UPDATE episode_group SET state = 'DROPPED', step_id = NULL WHERE id = 1", "doubled", 2),
         ("UPDATE episode_group SET state = 'DROPPED' WHERE id = 1", "dropped_fresh", 1),
         ("DELETE FROM trained_episode WHERE episode_id = 1", "left_out", 1),
+        ("UPDATE train_step SET version_in = 2", "trained_stale", 4),
+        ("UPDATE episode SET version_min = -2 WHERE id = 1", "trained_stale", 1),
         ("UPDATE turn SET index = 1 WHERE episode_id = 1", "turn_gaps", 1),
         ("UPDATE turn SET sample = 1 WHERE episode_id = 1", "sample_gaps", 1),
         ("UPDATE turn_tokens SET sampled_ids = logprobs WHERE turn_id = 1", "turns_damaged", 1),

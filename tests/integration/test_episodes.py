@@ -197,6 +197,17 @@ def test_the_trainer_takes_the_oldest_fresh_groups_and_drops_the_stale(world: Wo
     assert taken[0].episodes[0].turns[0].versions.tolist() == [2, 2, 2]
 
 
+def test_one_stale_sibling_drops_its_whole_group(world: World):
+    for wakeup, version in zip(world.feed(2), (0, 2, 1, 2), strict=True):
+        world.finish(wakeup, version=version)
+    with world.database.begin() as conn:
+        take = steps.take_groups(conn, world.run.id, version_in=2, num_groups=1, max_staleness=1)
+        assert take.dropped == {DropReason.STALE: 1}
+        assert take.step is not None
+        (taken,) = steps.load_groups(conn, take.step.id)
+    assert [episode.turns[0].versions[0] for episode in taken.episodes] == [1, 2]
+
+
 def test_too_few_groups_are_left_for_the_next_poll(world: World):
     for wakeup in world.feed(1):
         world.finish(wakeup)
