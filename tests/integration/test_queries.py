@@ -9,6 +9,7 @@ import pytest
 from sqlalchemy import text
 
 from common.db import retries, steps, versions
+from common.db.episodes import Wakeup
 from common.db.examples import EXAMPLES, MORE_EXAMPLES, ask
 from common.db.steps import TrainedEpisode
 from common.outcomes import Outcome
@@ -83,6 +84,23 @@ def test_each_kind_of_failure_names_the_episode_of_its_last_error(world: World) 
     with world.database.begin() as conn:
         found = ask(conn, "SELECT last_episode_id, last_error FROM failures_by_kind").rows
     assert found == ((claim.episode_id, "sandbox_failed: second"),)
+
+
+def test_failures_are_counted_each_and_by_episode(world: World) -> None:
+    first, second, other, _ = world.feed(2)
+    # Two siblings: one fails three times, for good; the other once. And one of another group.
+    for wakeup, num_failures in ((first, 3), (second, 1), (other, 1)):
+        again: Wakeup | None = wakeup
+        for _ in range(num_failures):
+            assert again is not None
+            claim = world.must_claim(again)
+            with world.database.begin() as conn:
+                again = retries.retry(
+                    conn, claim, outcome=Outcome.SANDBOX_FAILED, detail="no room", afresh=True, max_attempts=3
+                )
+    assert answer(world, "What broke") == (
+        ("INIT", "sandbox_failed", 5, 3, 1, other.episode_id, "sandbox_failed: no room"),
+    )
 
 
 def test_a_run_that_goes_on_counts_as_no_failure(world: World) -> None:
