@@ -124,6 +124,19 @@ def test_proximal_anchor_weighs_tokens_by_their_staleness(make_policy: MakePolic
     assert metrics["grad_norm"] == pytest.approx(1.5 * fresh_norm, rel=1e-4)
 
 
+def test_every_minibatch_has_the_anchor_of_the_step_s_start(make_policy: MakePolicy, group: list[Sample]) -> None:
+    # The rows are the start weights' own, so that both anchors are the same numbers, and have the same step.
+    train = {"minibatches": 2, "learning_rate": 0.01, "warmup_steps": 0}
+    behaviour, proximal = (
+        make_policy(anchor=anchor, **train).train_step(group, ADVANTAGES, version=0)
+        for anchor in ("behaviour", "proximal")
+    )
+    # The first minibatch's ratios are 1: only after its update the second's are not.
+    assert proximal["ratio_max"] > 1.2
+    assert proximal["clip_high_fraction"] + proximal["clip_low_fraction"] > 0
+    assert proximal == pytest.approx(behaviour, rel=1e-4, abs=1e-5)
+
+
 def test_rows_without_advantage_do_not_pull_but_count_in_the_divisor(
     make_policy: MakePolicy, group: list[Sample]
 ) -> None:
