@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from common.db import runs, standstill, steps
+from common.db import runs, standstill, step_troubles, steps
 from common.db.runs import Run
 from common.db.session import Database
 from common.db.steps import ScoredGroup, Step
@@ -78,7 +78,10 @@ def _open_or_take(database: Database, run: Run, *, version: int, even: bool) -> 
         left_open = steps.open_step(conn, run.id)
         if left_open is not None:
             assert left_open.version_in == version, f"step {left_open} is open, but version {version} is the newest"
-            logger.info("replaying open step run=%d step=%d version=%d", run.id, left_open.id, version)
+            replays = step_troubles.count_replay(conn, left_open)
+            logger.info(
+                "replaying open step run=%d step=%d version=%d replays=%d", run.id, left_open.id, version, replays
+            )
             return left_open
         take = steps.take_groups(
             conn,

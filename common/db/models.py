@@ -388,6 +388,8 @@ class TrainStep(Base):
     """Why it failed the last time, also once it is DONE; None = it never did."""
     failures: Mapped[int] = mapped_column(server_default="0")
     """Times that it failed since the run was last started by hand, for a reason that trying again need not mend."""
+    replays: Mapped[int] = mapped_column(server_default="0")
+    """Times that a trainer found it OPEN since the run was last started by hand."""
     started_at: Mapped[datetime] = mapped_column(server_default=text("clock_timestamp()"))
     finished_at: Mapped[datetime | None]
 

@@ -114,7 +114,7 @@ GRANTS: Mapping[Role, Grants] = MappingProxyType(
             "train_step": (
                 "SELECT",
                 "INSERT (run_id, version_in)",
-                "UPDATE (state, metrics, num_groups, error, failures, finished_at)",
+                "UPDATE (state, metrics, num_groups, error, failures, replays, finished_at)",
             ),
             "trained_episode": ("INSERT",),
             "policy_version": (

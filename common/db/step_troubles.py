@@ -10,6 +10,8 @@ from common.db.steps import Step
 
 MAX_FAILURES = 3
 """So often a step is tried: the same groups and weights fail the same way."""
+MAX_QUIET_REPLAYS = 3
+"""So often a trainer may end in a step without a word before it is shown: one that is killed once is nothing."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,10 +44,18 @@ def note(conn: Connection, step: Step, error: str, *, counts: bool) -> StepTroub
     return StepTrouble(version_in=step.version_in, error=error, failures=failures)
 
 
+def count_replay(conn: Connection, step: Step) -> int:
+    """A trainer has found the step OPEN; how often that is by now."""
+    replays: int = conn.execute(
+        text("UPDATE train_step SET replays = replays + 1 WHERE id = :id RETURNING replays"), {"id": step.id}
+    ).scalar_one()
+    return replays
+
+
 def forget(conn: Connection, run_id: int) -> None:
     """Let the open step be tried as often as a new one: somebody starts the run again, and may have mended it."""
     conn.execute(
-        text("UPDATE train_step SET error = NULL, failures = 0 WHERE run_id = :run_id AND state = 'OPEN'"),
+        text("UPDATE train_step SET error = NULL, failures = 0, replays = 0 WHERE run_id = :run_id AND state = 'OPEN'"),
         {"run_id": run_id},
     )
 
@@ -55,10 +65,19 @@ def find(conn: Connection, run_id: int) -> StepTrouble | None:
     row = conn.execute(
         text(
             """
-            SELECT version_in, error, failures FROM train_step
-             WHERE run_id = :run_id AND state IN ('OPEN', 'DROPPED') AND error IS NOT NULL
+            SELECT version_in, error, failures, replays FROM train_step
+             WHERE run_id = :run_id AND state IN ('OPEN', 'DROPPED') AND (error IS NOT NULL OR replays >= :many)
             """
         ),
-        {"run_id": run_id},
+        {"run_id": run_id, "many": MAX_QUIET_REPLAYS},
     ).first()
-    return None if row is None else StepTrouble(version_in=row.version_in, error=row.error, failures=row.failures)
+    if row is None:
+        return None
+    return StepTrouble(version_in=row.version_in, error=row.error or _killed(row.replays), failures=row.failures)
+
+
+def _killed(replays: int) -> str:
+    return (
+        f"the trainer ended in it {replays} times without a word, as one does that is killed, say for its memory, "
+        "which train.max_positions and train.max_logits bound"
+    )

@@ -244,6 +244,26 @@ def test_trouble_that_a_person_can_mend_is_shown_but_not_counted(
     assert trouble.failures == 0
 
 
+def test_trainer_that_is_killed_in_a_step_again_and_again_is_shown(world: World, new_trainer: NewTrainer) -> None:
+    new_trainer().resume()
+    play(world, wait_for_version(world, 0))
+    for begun in range(5):
+        with world.database.begin() as conn:
+            trouble = step_troubles.find(conn, world.run.id)
+        assert (trouble is None) == (begun < 4)
+        taken = wait_for_work(world.database, world.run, version=0, stop=threading.Event(), look_up=lambda: None)
+        assert taken is not None
+    assert trouble is not None
+    assert str(trouble).startswith(
+        "training step from version 0 failed: the trainer ended in it 3 times without a word"
+    )
+    assert not trouble.is_final, "who killed it may have had a reason of their own"
+    assert "killed, say for its memory" in shown(world)
+    with world.database.begin() as conn:
+        step_troubles.forget(conn, world.run.id)
+        assert step_troubles.find(conn, world.run.id) is None
+
+
 def test_long_error_is_shown_in_short(world: World, new_trainer: NewTrainer) -> None:
     trainer = new_trainer()
     trainer.resume()
