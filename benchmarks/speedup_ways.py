@@ -19,6 +19,7 @@ from benchmarks.timed_policy import TimedPolicy
 from common.config import RolloutConfig, RunConfig
 from common.config_train import TrainConfig
 from common.db import engines, run_control, runs
+from common.db.run_lock import RunLock
 from common.db.runs import DataCursor
 from common.db.session import Database
 from common.errors import SetupError
@@ -178,6 +179,7 @@ def play_pipelined(
         policy=policy,
         weights=WeightStore(data_dir / "weights"),
         checkpoints=CheckpointStore(data_dir / "checkpoints", run.name),
+        lock=RunLock(database, run),
         broker_url=broker_url,
     )
     trainer.resume()

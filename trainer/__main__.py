@@ -105,6 +105,7 @@ def run_trainer(config: RunConfig, *, ranks: Ranks | None = None) -> bool:
     database_url, broker_url = settings().require_database_url(), settings().require_broker_url()
 
     from common.db import runs
+    from common.db.run_lock import RunLock
     from common.db.session import WORKER_WAIT_S, Database, check_schema
     from common.episode import RunState
 
@@ -117,9 +118,12 @@ def run_trainer(config: RunConfig, *, ranks: Ranks | None = None) -> bool:
             return True
         check_fits_model(config, read_model_shape(config.model))
         data_dir = settings().data_dir.resolve()
-        with tracking(
-            run.config, data_dir=data_dir, host=settings().metrics_host, port=settings().metrics_port
-        ) as tracker:
+        with (
+            RunLock(database, run) as lock,
+            tracking(
+                run.config, data_dir=data_dir, host=settings().metrics_host, port=settings().metrics_port
+            ) as tracker,
+        ):
             # Importing torch takes seconds: after the checks that do without.
             from trainer.loop import make_trainer
 
@@ -129,6 +133,7 @@ def run_trainer(config: RunConfig, *, ranks: Ranks | None = None) -> bool:
                 data_dir=data_dir,
                 weights_url=settings().weights_url,
                 broker_url=broker_url,
+                lock=lock,
                 ranks=ranks,
                 tracker=tracker,
             )

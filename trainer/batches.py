@@ -20,6 +20,7 @@ import torch
 
 from common.config import load_run_config
 from common.db import runs, steps, versions
+from common.db.run_lock import RunLock
 from common.db.runs import Run
 from common.db.session import WORKER_WAIT_S, Database, check_schema
 from common.db.steps import TrainedEpisode
@@ -179,11 +180,12 @@ def verl_batch(rows: Sequence[Row], *, pad_id: int) -> VerlBatch:
 
 @dataclass(frozen=True, kw_only=True)
 class GroupSource:
-    """The groups of one run, step by step. One for a run at a time, and not beside our own trainer."""
+    """The groups of one run, step by step. One for a run at a time, not beside our own trainer; `lock` sees to it."""
 
     run: Run
     database: Database
     weights: VersionStore
+    lock: RunLock
     broker_url: str
     even: bool = False
     """Take only groups that give exactly rollout.group_size rows. The others are dropped, and new ones are made."""
@@ -193,8 +195,10 @@ class GroupSource:
     def start(self, write: WriteVersion) -> int:
         """The newest version, to go on from; of a new run version 0, which `write` makes.
 
-        The state that made a version, such as the optimizer's, is the caller's to keep and to bring back.
+        The state that made a version, such as the optimizer's, is the caller's to keep and to bring back. Raises
+        RunTaken, with nothing touched, when the run has another trainer.
         """
+        self.lock.hold()
         with self.database.begin() as conn:
             newest = versions.newest(conn, self.run.id)
         if newest is None:
@@ -248,14 +252,16 @@ class GroupSource:
         """Publish what the step made of its version and mark it DONE with its groups, at once; engines load it.
 
         False = the run was stopped meanwhile. Save your own state before: from here on the step is not replayed.
-        Raises ValueError for `metrics` that are no finite numbers, before anything is published, and SetupError if
-        somebody else has finished the step.
+        Raises, before anything is published, ValueError for `metrics` that are no finite numbers, and SetupError if
+        somebody else has finished the step or is the run's trainer by now.
         """
         step = taken.work.step
         given = checked_metrics(metrics or {})
         tries = count(1)
 
-        def publish() -> Published:
+        def publish() -> Published | None:
+            if not self.lock.may_write(step):
+                return None
             return self.weights.publish(self.run.name, taken.version + 1, write)
 
         def mark(published: Published) -> bool:
@@ -289,7 +295,7 @@ class GroupSource:
 def open_groups(config_file: Path, *, even: bool = False) -> Iterator[GroupSource]:
     """The groups of the run that a TOML file describes, in the database of ROLLMILL_DATABASE_URL; see `even` there.
 
-    Raises SetupError where the file, the settings or the run are not as they must be.
+    Raises SetupError where the file, the settings or the run are not as they must be, or the run has another trainer.
     """
     config = load_run_config(config_file)
     database_url, broker_url = settings().require_database_url(), settings().require_broker_url()
@@ -299,6 +305,7 @@ def open_groups(config_file: Path, *, even: bool = False) -> Iterator[GroupSourc
         with database.begin() as conn:
             run = runs.open_run(conn, config)
         weights = open_store(settings().weights_url, folder=settings().data_dir.resolve() / "weights")
-        yield GroupSource(run=run, database=database, weights=weights, broker_url=broker_url, even=even)
+        with RunLock(database, run) as lock:
+            yield GroupSource(run=run, database=database, weights=weights, lock=lock, broker_url=broker_url, even=even)
     finally:
         database.dispose()

@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from typing import TypeVar
 
 from common.db import step_troubles
+from common.db.run_lock import RunTaken
 from common.db.session import Database
 from common.db.steps import Step
 from common.errors import DatabaseUnavailable, RollmillError, SetupError, StillAway
@@ -64,11 +65,12 @@ def noting_failures(database: Database, step: Step) -> Iterator[None]:
     """Write an error of the block onto the step's row, for those who watch the run.
 
     It passes on, so that the trainer ends; one that came too often becomes a SetupError, as another start would end
-    the same way. A SetupError is for a person to mend and is not counted; a database that is away is nothing to note.
+    the same way. A SetupError is for a person to mend and is not counted; a database that is away is nothing to note,
+    and the step of a run that is another trainer's is not ours to note anything of.
     """
     try:
         yield
-    except DatabaseUnavailable:
+    except (DatabaseUnavailable, RunTaken):
         raise
     except Exception as error:
         counts = not isinstance(error, SetupError)

@@ -20,6 +20,7 @@ from safetensors import SafetensorError
 
 from common.config_train import TrainConfig
 from common.db import runs, steps, versions
+from common.db.run_lock import RunLock
 from common.db.runs import Run
 from common.db.session import Database
 from common.db.steps import ScoredGroup, Step, TrainedEpisode
@@ -62,6 +63,7 @@ class Trainer:
     policy: Policy
     weights: VersionStore
     checkpoints: CheckpointStore
+    lock: RunLock
     broker_url: str
     tracker: Tracker = field(default_factory=lambda: Tracker(()))
     teacher: Teacher | None = None
@@ -100,7 +102,11 @@ class Trainer:
         return True
 
     def resume(self) -> int:
-        """Stand where the run stands: load the newest version's state, see that engines can load it; its number."""
+        """Stand where the run stands: load the newest version's state, see that engines can load it; its number.
+
+        Raises RunTaken, with nothing touched, when the run has another trainer.
+        """
+        self.lock.hold()
         with self.database.begin() as conn:
             newest = versions.newest(conn, self.run.id)
         version = 0 if newest is None else newest.number
@@ -114,7 +120,11 @@ class Trainer:
         return version
 
     def ensure_published(self) -> None:
-        """See that engines can load the newest version: publish it again when its folder is gone or damaged."""
+        """See that engines can load the newest version: publish it again when its folder is gone or damaged.
+
+        Raises RunTaken when the run has another trainer by now.
+        """
+        self.lock.hold()
         with self.database.begin() as conn:
             newest = versions.newest(conn, self.run.id)
         version = 0 if newest is None else newest.number
@@ -162,9 +172,15 @@ class Trainer:
             metrics |= teacher_metrics | {"teacher_s": time.monotonic() - started}
         metrics |= self.policy.train_step(trained_samples, advantages.by_episode, version=version)
         trained = time.monotonic()
+        if not outlast_outage(lambda: self.lock.may_write(work.step), stop=stop, limit_s=self.outage_wait_s):
+            return False
         with _writing():
             self.checkpoints.save(version + 1, self.policy.write_state)
-        published = outlast_outage(lambda: self.publish(version + 1), stop=stop, limit_s=self.outage_wait_s)
+        published = outlast_outage(
+            lambda: self.publish(version + 1) if self.lock.may_write(work.step) else None,
+            stop=stop,
+            limit_s=self.outage_wait_s,
+        )
         if published is None:
             return False
         metrics |= {
@@ -253,6 +269,7 @@ def make_trainer(
     data_dir: Path,
     weights_url: str | None = None,
     broker_url: str,
+    lock: RunLock,
     ranks: Ranks | None = None,
     tracker: Tracker | None = None,
 ) -> Trainer:
@@ -272,6 +289,7 @@ def make_trainer(
         teacher=make_teacher(run.config, policy),
         weights=weights,
         checkpoints=CheckpointStore(data_dir / "checkpoints", run.name, owner=owner),
+        lock=lock,
         broker_url=broker_url,
         tracker=tracker or Tracker(()),
     )

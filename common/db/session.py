@@ -88,7 +88,7 @@ class Database:
         Raises DatabaseUnavailable when the server is gone, SetupError when the user's role may not do this, so that
         callers need not know the driver's errors.
         """
-        with self._translating_errors(), self.engine.begin() as conn:
+        with self.translating_errors(), self.engine.begin() as conn:
             yield conn
 
     @contextmanager
@@ -97,7 +97,7 @@ class Database:
 
         For work that is one statement. Raises what `begin` raises.
         """
-        with self._translating_errors(), self.engine.connect() as conn:
+        with self.translating_errors(), self.engine.connect() as conn:
             driver = conn.connection.dbapi_connection
             assert driver is not None
             driver.autocommit = True
@@ -107,8 +107,22 @@ class Database:
                 if not driver.closed:
                     driver.autocommit = False
 
+    def lasting(self) -> Connection:
+        """A connection beside the pool, the caller's to close; each statement is a transaction of its own.
+
+        For what is a connection's: use it within `translating_errors`. Raises what `begin` raises.
+        """
+        with self.translating_errors():
+            conn = self.engine.connect()
+            conn.detach()
+            driver = conn.connection.dbapi_connection
+            assert driver is not None
+            driver.autocommit = True
+            return conn
+
     @contextmanager
-    def _translating_errors(self) -> Iterator[None]:
+    def translating_errors(self) -> Iterator[None]:
+        """Turn the driver's errors within the block into those that `begin` raises."""
         try:
             yield
         except PoolTimeout as error:

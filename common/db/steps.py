@@ -251,6 +251,21 @@ def is_done(conn: Connection, step: Step, published: Published) -> bool:
     return row is not None and row.manifest_sha256 == published.manifest_sha256
 
 
+def is_open(conn: Connection, step: Step) -> bool:
+    """Whether the step can still be finished; False = it was dropped with the run. Raises as `finish_step` does."""
+    state = conn.execute(text("SELECT state FROM train_step WHERE id = :id"), {"id": step.id}).scalar_one()
+    return _is_open(step, state)
+
+
+def _is_open(step: Step, state: str) -> bool:
+    if state not in ("OPEN", "DROPPED"):
+        raise SetupError(
+            f"step {step.id} of run {step.run_id} from version {step.version_in} is not open: another trainer has "
+            "finished it. Start one trainer for a run"
+        )
+    return state == "OPEN"
+
+
 def finish_step(
     conn: Connection,
     step: Step,
@@ -266,13 +281,8 @@ def finish_step(
     """
     # The step's row is locked before any group's, as in `drop_open_step`: the two cannot deadlock.
     state = conn.execute(text("SELECT state FROM train_step WHERE id = :id FOR UPDATE"), {"id": step.id}).scalar_one()
-    if state == "DROPPED":
+    if not _is_open(step, state):
         return False
-    if state != "OPEN":
-        raise SetupError(
-            f"step {step.id} of run {step.run_id} from version {step.version_in} is not open: another trainer has "
-            "finished it. Start one trainer for a run"
-        )
     conn.execute(
         text(
             """

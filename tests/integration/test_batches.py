@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, closing
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,6 +13,7 @@ from sqlalchemy import text
 
 from common.db import report, retries, turns
 from common.db.episodes import Wakeup
+from common.db.run_lock import RunLock
 from common.db.session import Database
 from common.errors import SetupError
 from common.outcomes import Outcome
@@ -43,14 +45,17 @@ def write_version(folder: Path) -> None:
 
 
 @pytest.fixture
-def open_source(world: World, tmp_path: Path) -> Callable[[], GroupSource]:
-    """A source as a new process would open it."""
+def open_source(world: World, tmp_path: Path) -> Iterator[Callable[[], GroupSource]]:
+    """A source as a new process would open it, when that of the one before is gone."""
+    with ExitStack() as gone:
 
-    def make() -> GroupSource:
-        weights = WeightStore(tmp_path / "weights")
-        return GroupSource(run=world.run, database=world.database, weights=weights, broker_url=NO_BROKER)
+        def make() -> GroupSource:
+            gone.close()
+            lock = gone.enter_context(closing(RunLock(world.database, world.run)))
+            weights = WeightStore(tmp_path / "weights")
+            return GroupSource(run=world.run, database=world.database, weights=weights, lock=lock, broker_url=NO_BROKER)
 
-    return make
+        yield make
 
 
 def play(world: World, *, version: int = 0) -> list[int]:
@@ -132,9 +137,11 @@ def test_a_step_that_was_not_finished_comes_again_whole_and_a_finished_one_never
     assert again.work.step == first.work.step
     assert [row.sample.episode_id for row in again.rows] == episode_ids
     assert second_source.finish(again, write_version)
-    # The first was not dead after all: its step is the other's.
+    # The first was not dead after all: its step is the other's, which has ended.
+    second_source.lock.close()
     with pytest.raises(SetupError, match="another trainer has finished it"):
         source.finish(first, write_version)
+    source.lock.close()
     assert open_source().start(write_version) == 1
     with world.database.begin() as conn:
         trained = conn.execute(text("SELECT episode_id FROM trained_episode ORDER BY 1")).scalars().all()
@@ -164,7 +171,8 @@ def test_a_trainer_of_even_groups_is_given_no_others(
     for number, wakeup in enumerate(wakeups[1:]):
         world.finish(wakeup, reward=float(number % 2))
     weights = WeightStore(tmp_path / "weights")
-    source = GroupSource(run=world.run, database=database, weights=weights, broker_url=NO_BROKER, even=True)
+    lock = RunLock(database, world.run)
+    source = GroupSource(run=world.run, database=database, weights=weights, lock=lock, broker_url=NO_BROKER, even=True)
     source.start(write_version)
     taken = source.take(0)
     assert taken is not None

@@ -15,6 +15,7 @@ from common.config import TINY_MODELS, RolloutConfig, RunConfig
 from common.config_distill import DistillConfig
 from common.config_train import TrainConfig
 from common.db import engines, report, runs, steps, tasks
+from common.db.run_lock import RunLock
 from common.db.session import Database
 from common.errors import SetupError
 from tests.integration.trained import NO_BROKER, newest, play, wait_for_version
@@ -60,7 +61,9 @@ def world(database: Database, teacher: ScriptedEngine) -> World:
 def test_step_waits_for_a_teacher_that_is_away_and_trains_with_its_numbers(
     world: World, teacher: ScriptedEngine, tmp_path: Path
 ) -> None:
-    trainer = make_trainer(world.run, world.database, data_dir=tmp_path, broker_url=NO_BROKER)
+    trainer = make_trainer(
+        world.run, world.database, data_dir=tmp_path, broker_url=NO_BROKER, lock=RunLock(world.database, world.run)
+    )
     trainer.resume()
     start = wait_for_version(world, 0)
     play(world, start)
@@ -90,7 +93,9 @@ def test_teacher_of_another_vocabulary_is_refused_before_anything_is_published(
     world: World, teacher: ScriptedEngine, tmp_path: Path
 ) -> None:
     teacher.decode = lambda token_id: f"<{token_id}>"
-    trainer = make_trainer(world.run, world.database, data_dir=tmp_path, broker_url=NO_BROKER)
+    trainer = make_trainer(
+        world.run, world.database, data_dir=tmp_path, broker_url=NO_BROKER, lock=RunLock(world.database, world.run)
+    )
     with pytest.raises(SetupError, match="has another tokenizer than the run's model: id 0 is '<0>' there"):
         trainer.train(threading.Event())
     assert newest(world) is None

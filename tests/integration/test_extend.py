@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,6 +16,7 @@ from sqlalchemy import Connection, text
 from common.config import EvalConfig, RolloutConfig, RunConfig
 from common.config_train import TrainConfig
 from common.db import evaluations, run_control, runs, sharing, versions
+from common.db.run_lock import RunLock
 from common.db.runs import Run
 from common.episode import RunState
 from common.errors import SetupError
@@ -44,8 +46,9 @@ def with_versions(config: RunConfig, num_versions: int) -> RunConfig:
 
 def train(world: World, run: Run, *, data_dir: Path, versions: range) -> float:
     """Train the run by a trainer of its own to its end; the last step's learning rate."""
-    trainer, stop = make_trainer(run, world.database, data_dir=data_dir, broker_url=NO_BROKER), threading.Event()
-    with ThreadPoolExecutor(1) as executor:
+    lock, stop = RunLock(world.database, run), threading.Event()
+    trainer = make_trainer(run, world.database, data_dir=data_dir, broker_url=NO_BROKER, lock=lock)
+    with closing(lock), ThreadPoolExecutor(1) as executor:
         training = executor.submit(trainer.train, stop)
         try:
             for number in versions:
@@ -105,7 +108,9 @@ def test_the_feeder_has_room_for_the_further_groups_at_once(world: World) -> Non
 def test_a_trainer_that_was_started_before_does_not_finish_the_run(world: World, tmp_path: Path) -> None:
     with world.database.begin() as conn:
         run = runs.open_run(conn, with_versions(world.run.config, 1))
-    trainer = make_trainer(run, world.database, data_dir=tmp_path, broker_url=NO_BROKER)
+    trainer = make_trainer(
+        run, world.database, data_dir=tmp_path, broker_url=NO_BROKER, lock=RunLock(world.database, run)
+    )
     with ThreadPoolExecutor(1) as executor:
         training = executor.submit(trainer.train, threading.Event())
         start = wait_for_version(world, 0)

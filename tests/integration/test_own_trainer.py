@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -12,6 +14,7 @@ from sqlalchemy import text
 from common.config import TINY_MODELS, RolloutConfig, RunConfig
 from common.config_train import TrainConfig
 from common.db import engines, runs, tasks
+from common.db.run_lock import RunLock
 from common.db.session import Database
 from common.weights import WeightStore
 from examples.own_trainer import train
@@ -51,12 +54,16 @@ def world(database: Database) -> World:
     return world
 
 
-def open_source(world: World, folder: Path, kind: type[GroupSource]) -> GroupSource:
-    return kind(run=world.run, database=world.database, weights=WeightStore(folder / "weights"), broker_url=NO_BROKER)
+@contextmanager
+def open_source(world: World, folder: Path, kind: type[GroupSource]) -> Iterator[GroupSource]:
+    weights = WeightStore(folder / "weights")
+    with RunLock(world.database, world.run) as lock:
+        yield kind(run=world.run, database=world.database, weights=weights, lock=lock, broker_url=NO_BROKER)
 
 
 def run_trainer(world: World, folder: Path, kind: type[GroupSource]) -> int:
-    return train(open_source(world, folder, kind), folder / "states")
+    with open_source(world, folder, kind) as source:
+        return train(source, folder / "states")
 
 
 def test_example_trains_each_group_once_though_it_dies_before_it_publishes(world: World, tmp_path: Path) -> None:
@@ -72,7 +79,8 @@ def test_example_with_trl_trains_each_group_once(world: World, tmp_path: Path, m
     monkeypatch.setenv("TRL_EXPERIMENTAL_SILENCE", "1")
     from examples import own_trainer_trl
 
-    assert own_trainer_trl.train(open_source(world, tmp_path, GroupSource), tmp_path / "states") == 2
+    with open_source(world, tmp_path, GroupSource) as source:
+        assert own_trainer_trl.train(source, tmp_path / "states") == 2
     check_trained_once(world, tmp_path)
 
 

@@ -8,8 +8,10 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -21,6 +23,7 @@ from common.config import RolloutConfig, RunConfig
 from common.config_tracking import TrackingConfig
 from common.config_train import TrainConfig
 from common.db import engines, episodes, report, run_control, runs, steps, tasks
+from common.db.run_lock import RunLock
 from common.db.session import Database
 from common.db.versions import PolicyVersion
 from common.episode import (
@@ -63,13 +66,23 @@ def world(database: Database, start_folder: Path) -> World:
 
 
 @pytest.fixture
-def new_trainer(world: World, tmp_path: Path) -> Callable[[], Trainer]:
-    """A trainer as a new process would make it."""
+def new_trainer(world: World, tmp_path: Path) -> Iterator[Callable[[], Trainer]]:
+    """A trainer as a new process would make it, when that of the one before is gone."""
+    with ExitStack() as gone:
 
-    def make() -> Trainer:
-        return make_trainer(world.run, world.database, data_dir=tmp_path, broker_url=NO_BROKER)
+        def make() -> Trainer:
+            gone.close()
+            trainer = make_trainer(
+                world.run,
+                world.database,
+                data_dir=tmp_path,
+                broker_url=NO_BROKER,
+                lock=RunLock(world.database, world.run),
+            )
+            gone.callback(trainer.lock.close)
+            return trainer
 
-    return make
+        yield make
 
 
 def test_run_is_trained_to_its_last_version(world: World, new_trainer: Callable[[], Trainer]) -> None:
@@ -144,8 +157,9 @@ def one_step(world: World, trainer: Trainer) -> PolicyVersion:
 
 
 def test_restart_goes_on_with_the_same_weights_and_optimizer(world: World, new_trainer: Callable[[], Trainer]) -> None:
-    trainer, other = new_trainer(), new_trainer()
+    trainer = new_trainer()
     one_step(world, trainer)
+    other = new_trainer()
     assert other.resume() == 1
     expected, found = trainer.policy.state(), other.policy.state()
     assert any(name.startswith("optimizer.exp_avg_sq.") for name in found)
@@ -332,7 +346,9 @@ class Kept:
         pass
 
 
-def test_a_sink_that_hangs_stops_neither_training_nor_other_sinks(world: World, tmp_path: Path) -> None:
+def test_a_sink_that_hangs_stops_neither_training_nor_other_sinks(
+    world: World, new_trainer: Callable[[], Trainer]
+) -> None:
     kept, forever = Kept(), threading.Event()
 
     def hang(first: int) -> Kept:
@@ -340,7 +356,7 @@ def test_a_sink_that_hangs_stops_neither_training_nor_other_sinks(world: World, 
         return Kept()
 
     tracker = Tracker([SinkThread("hanging", hang), SinkThread("kept", lambda first: kept)])
-    trainer = make_trainer(world.run, world.database, data_dir=tmp_path, broker_url=NO_BROKER, tracker=tracker)
+    trainer = replace(new_trainer(), tracker=tracker)
     trainer.resume()
     for number in range(2):
         play(world, wait_for_version(world, number))

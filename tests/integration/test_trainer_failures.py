@@ -156,19 +156,6 @@ def test_commit_whose_answer_is_lost_trains_nothing_twice(world: World, new_trai
     assert version.number == 1
 
 
-def test_second_trainer_of_a_run_is_refused_although_its_step_is_the_same(
-    world: World, new_trainer: NewTrainer
-) -> None:
-    first, second = new_trainer(), new_trainer()
-    first.resume()
-    play(world, wait_for_version(world, 0))
-    work = wait_for_work(world.database, world.run, version=0, stop=threading.Event(), look_up=lambda: None)
-    assert work is not None
-    assert first.train_step(work, threading.Event()) is True
-    with pytest.raises(SetupError, match="another trainer has finished it"):
-        second.train_step(work, threading.Event())
-
-
 def replay(world: World, trainer: Trainer) -> None:
     assert trainer.resume() == 0
     work = wait_for_work(world.database, world.run, version=0, stop=threading.Event(), look_up=lambda: None)

@@ -17,9 +17,10 @@ from common.db.versions import PolicyVersion
 from common.episode import EpisodeState
 from common.outcomes import Outcome
 from common.weights import ADAPTER_CONFIG, ADAPTER_WEIGHTS, WeightStore, verify
-from tests.integration.trained import NO_BROKER, sampled_turns
+from tests.integration import test_trainer
+from tests.integration.trained import sampled_turns
 from tests.integration.world import World
-from trainer.loop import Trainer, make_trainer
+from trainer.loop import Trainer
 from trainer.source import wait_for_work
 from trainer.tiny import make_model, save_model
 
@@ -40,9 +41,7 @@ def world(database: Database, tmp_path: Path) -> World:
         return World(database, run, tasks.ids(conn, config.dataset_name))
 
 
-@pytest.fixture
-def new_trainer(world: World, tmp_path: Path) -> Callable[[], Trainer]:
-    return lambda: make_trainer(world.run, world.database, data_dir=tmp_path, broker_url=NO_BROKER)
+new_trainer = test_trainer.new_trainer
 
 
 def newest(world: World) -> PolicyVersion:

@@ -17,6 +17,7 @@ from transformers import AutoModelForCausalLM
 from common.config import RolloutConfig, RunConfig
 from common.config_train import TrainConfig
 from common.db import engines, runs, tasks, versions
+from common.db.run_lock import RunLock
 from common.db.session import Database
 from common.db.versions import PolicyVersion
 from tests.integration.world import World
@@ -91,7 +92,11 @@ def test_two_ranks_train_and_stop_and_one_goes_on(world: World, database_url: st
     checkpoint = tmp_path / "data" / "checkpoints" / "run-a" / "000001"
     assert [len(list(checkpoint.glob(f"__{rank}_*"))) for rank in range(2)] == [1, 1]
     trainer = make_trainer(
-        world.run, world.database, data_dir=tmp_path / "data", broker_url="amqp://guest:guest@127.0.0.1:1//"
+        world.run,
+        world.database,
+        data_dir=tmp_path / "data",
+        broker_url="amqp://guest:guest@127.0.0.1:1//",
+        lock=RunLock(world.database, world.run),
     )
     assert trainer.resume() == 1
     published = AutoModelForCausalLM.from_pretrained(first.path).state_dict()

@@ -13,6 +13,7 @@ from sqlalchemy import text
 from common.config import RolloutConfig, RunConfig
 from common.config_train import TrainConfig
 from common.db import engines, episodes, report, runs, tasks
+from common.db.run_lock import RunLock
 from common.db.session import Database
 from common.episode import EpisodeState
 from common.outcomes import Outcome
@@ -65,11 +66,17 @@ def test_a_step_in_which_nobody_said_a_word_is_trained_with_a_warning(
     database: Database, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     world = open_world(database, tmp_path / "start", train=TrainConfig(groups_per_step=2, num_versions=2))
-    trainer = make_trainer(world.run, database, data_dir=tmp_path, broker_url=NO_BROKER)
+    trainer = make_trainer(
+        world.run, database, data_dir=tmp_path, broker_url=NO_BROKER, lock=RunLock(database, world.run)
+    )
     assert trainer.resume() == 0
     play_silently(world)
     source = GroupSource(
-        run=world.run, database=database, weights=WeightStore(tmp_path / "other"), broker_url=NO_BROKER
+        run=world.run,
+        database=database,
+        weights=WeightStore(tmp_path / "other"),
+        lock=trainer.lock,
+        broker_url=NO_BROKER,
     )
     with caplog.at_level(logging.WARNING):
         taken = source.take(0)
@@ -91,7 +98,9 @@ def test_tokens_of_episodes_that_are_left_out_as_truncated_are_not_in_the_diviso
 ) -> None:
     train = TrainConfig(groups_per_step=2, num_versions=2, minibatches=1, truncated="mask")
     world = open_world(database, tmp_path / "start", train=train)
-    trainer = make_trainer(world.run, database, data_dir=tmp_path, broker_url=NO_BROKER)
+    trainer = make_trainer(
+        world.run, database, data_dir=tmp_path, broker_url=NO_BROKER, lock=RunLock(database, world.run)
+    )
     trainer.resume()
     outcomes = [Outcome.FINISHED, Outcome.FINISHED, Outcome.FINISHED, Outcome.TOKEN_LIMIT]
     play(world, wait_for_version(world, 0), outcomes=outcomes)
