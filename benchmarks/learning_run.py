@@ -23,7 +23,7 @@ from common.config import TINY_MODELS, RolloutConfig, RunConfig
 from common.config_train import TrainConfig
 from common.db.steps import ScoredGroup
 from common.episode import FinishReason, Sampled, ScoredEpisode, ToolCall, Turn, TurnTokens, VersionSpan
-from trainer.loop import prepare
+from trainer.loop import prepare, rows_of
 from trainer.modelling import load_model
 from trainer.policy import Policy
 from workers.agent import Agent, Generated, Played
@@ -121,8 +121,9 @@ def learn(setup: Setup) -> Learned:
 
 def _train(policy: Policy, groups: tuple[ScoredGroup, ...], *, version: int, kept_only: bool) -> float:
     """One step of the trainer's own; returns the mean reward of its episodes."""
-    samples, advantages, metrics = prepare(
-        groups, version=version, train=policy.train, reference_kl=policy.reference_kl
+    samples = rows_of(groups)
+    advantages, metrics = prepare(
+        groups, samples, version=version, train=policy.train, reference_kl=policy.reference_kl
     )
     if kept_only:
         samples = [sample for sample in samples if advantages.by_episode[sample.episode_id] != 0]

@@ -30,7 +30,7 @@ from common.settings import settings
 from common.weights import Published, VersionStore
 from trainer.check_input import check_groups, checked_metrics
 from trainer.failures import noting_failures, outlast_outage
-from trainer.loop import OUTAGE_WAIT_S, account, prepare
+from trainer.loop import OUTAGE_WAIT_S, account, prepare, rows_of
 from trainer.publish import announce
 from trainer.samples import Sample
 from trainer.source import Work, wait_for_work
@@ -230,8 +230,9 @@ class GroupSource:
             return None
         with noting_failures(self.database, work.step):
             check_groups(work.groups, max_size=self.run.config.episodes_per_group)
-            samples, advantages, metrics = prepare(
-                work.groups, version=version, train=train, reference_kl=lambda samples: {}
+            samples = rows_of(work.groups)
+            advantages, metrics = prepare(
+                work.groups, samples, version=version, train=train, reference_kl=lambda samples: {}
             )
         warn_of_silence(work.step, metrics)
         rewards = {episode.episode_id: episode.reward for group in work.groups for episode in group.episodes}

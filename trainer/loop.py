@@ -24,6 +24,7 @@ from common.db.run_lock import RunLock
 from common.db.runs import Run
 from common.db.session import Database
 from common.db.steps import ScoredGroup, Step, TrainedEpisode
+from common.episode import ScoredEpisode
 from common.errors import DatabaseUnavailable, SetupError
 from common.object_store import open_store
 from common.outcomes import Outcome
@@ -155,12 +156,13 @@ class Trainer:
         started = time.monotonic()
         train = self.run.config.train
         check_groups(work.groups, max_size=self.run.config.episodes_per_group)
-        samples, advantages, metrics = prepare(
-            work.groups, version=version, train=train, reference_kl=self.policy.reference_kl
-        )
-        warn_of_silence(work.step, metrics)
+        samples = rows_of(work.groups)
         sizes = self.policy.model.config.get_text_config()
         check_rows(samples, context=getattr(sizes, "max_position_embeddings", None), vocab_size=sizes.vocab_size)
+        advantages, metrics = prepare(
+            work.groups, samples, version=version, train=train, reference_kl=self.policy.reference_kl
+        )
+        warn_of_silence(work.step, metrics)
         trained_samples = [sample for sample in samples if sample.episode_id not in advantages.left_out]
         if (teacher := self.teacher) is not None:
             asked = outlast_outage(
@@ -295,38 +297,49 @@ def make_trainer(
     )
 
 
+def rows_of(groups: Sequence[ScoredGroup]) -> list[Sample]:
+    """Rows of the episodes that ended by the agent's doing. Raises ValueError for one that is no training row."""
+    return [row for group in groups for episode in of_agent(group) for row in make_samples(episode)]
+
+
+def of_agent(group: ScoredGroup) -> list[ScoredEpisode]:
+    """The group's episodes that ended by the agent's doing."""
+    return [episode for episode in group.episodes if Outcome(episode.outcome).is_agent]
+
+
 def prepare(
-    groups: tuple[ScoredGroup, ...],
+    groups: Sequence[ScoredGroup],
+    samples: Sequence[Sample],
     *,
     version: int,
     train: TrainConfig,
     reference_kl: Callable[[Sequence[Sample]], Mapping[int, float]],
-) -> tuple[list[Sample], Advantages, dict[str, float]]:
-    """Rows and advantages of the episodes that ended by the agent's doing, and metrics of what was taken.
+) -> tuple[Advantages, dict[str, float]]:
+    """Advantages of the episodes that ended by the agent's doing, and metrics of what was taken.
 
-    `reference_kl` gives nats by episode id; it is asked only where train.kl = "reward".
+    `samples` are the rows of these episodes. `reference_kl` gives nats by episode id; it is asked only where
+    train.kl = "reward".
     """
-    of_agent = [[episode for episode in group.episodes if Outcome(episode.outcome).is_agent] for group in groups]
-    samples = [row for group in of_agent for episode in group for row in make_samples(episode)]
+    trainable = [of_agent(group) for group in groups]
     kl_by_episode = reference_kl(samples) if train.kl == "reward" else {}
     rewards_of_groups = [
         group_rewards(episodes, group_id=group.group_id, train=train, kl_by_episode=kl_by_episode)
-        for group, episodes in zip(groups, of_agent, strict=True)
+        for group, episodes in zip(groups, trainable, strict=True)
     ]
-    left_out = [episode.episode_id for group in of_agent for episode in group if not is_trained(episode, train=train)]
+    left_out = [episode.episode_id for group in trainable for episode in group if not is_trained(episode, train=train)]
     advantages = step_advantages(rewards_of_groups, train=train, left_out=left_out)
     metrics = taken_metrics(
         samples,
         advantages,
-        rewards=[episode.reward for group in of_agent for episode in group],
+        rewards=[episode.reward for group in trainable for episode in group],
         shaped=[reward for group in rewards_of_groups for reward in group.shaped.values()],
         version=version,
         max_staleness=train.max_staleness,
     )
-    return samples, advantages, metrics
+    return advantages, metrics
 
 
-def account(samples: list[Sample], advantages: Advantages) -> list[TrainedEpisode]:
+def account(samples: Sequence[Sample], advantages: Advantages) -> list[TrainedEpisode]:
     """What is stored of each trained episode: above all the digest of the arrays that entered the loss.
 
     Episodes that ended before their first turn count in the baseline, and nothing of them enters a loss.

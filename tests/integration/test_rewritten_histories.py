@@ -24,7 +24,7 @@ from common.settings import Settings
 from common.weights import Published, version_name
 from tests.integration.world import World
 from tests.unit.workers.model_families import QWEN
-from trainer.loop import account, prepare
+from trainer.loop import account, prepare, rows_of
 from trainer.samples import Sample
 from workers.engine_client import EngineClient
 from workers.engine_http import EngineHttp, Json
@@ -202,14 +202,15 @@ async def fleet(database: Database, tmp_path: Path, request: pytest.FixtureReque
     await engine.stop()
 
 
-def rows_of(world: World) -> tuple[list[Sample], dict[str, int]]:
+def trained_rows(world: World) -> tuple[list[Sample], dict[str, int]]:
     """What the trainer makes of the one group, in a whole step; and what the audit then finds."""
     with world.database.begin() as conn:
         step = steps.take_groups(conn, world.run.id, version_in=0, num_groups=1, max_staleness=1).step
         assert step is not None
         groups = tuple(steps.load_groups(conn, step.id))
-        rows, advantages, metrics = prepare(
-            groups, version=0, train=world.run.config.train, reference_kl=lambda samples: {}
+        rows = rows_of(groups)
+        advantages, metrics = prepare(
+            groups, rows, version=0, train=world.run.config.train, reference_kl=lambda samples: {}
         )
         assert (metrics["num_episodes"], metrics["num_rows"]) == (2, len(rows))
         published = Published(location=str(world.run.config.model), manifest_sha256="0" * 64)
@@ -246,7 +247,7 @@ async def test_rows_are_what_went_over_the_wire_whoever_dies(fleet: Fleet, num_b
         world.score(sampled, float(len(wires) % 2))
         assert wire.num_deaths == (0 if dies == "never" else NUM_TOOL_TURNS + 1)
 
-    rows, found = rows_of(world)
+    rows, found = trained_rows(world)
 
     for episode_id, wire in wires.items():
         of_it = [row for row in rows if row.episode_id == episode_id]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -23,7 +24,7 @@ from tests.integration.world import World
 from trainer.batches import GroupSource
 from trainer.loop import Trainer, make_trainer
 from trainer.source import wait_for_work
-from trainer.tiny import make_model, save_model
+from trainer.tiny import VOCAB_SIZE, make_model, save_model
 
 
 def open_world(database: Database, folder: Path, *, train: TrainConfig) -> World:
@@ -109,3 +110,23 @@ def test_tokens_of_episodes_that_are_left_out_as_truncated_are_not_in_the_diviso
     a = 0.5 / (0.5 + 1e-4)
     assert metrics["left_out_episodes"] == 1
     assert metrics["loss"] == pytest.approx(-12 * (-a + a - a) / (3 * 12), abs=1e-4)
+
+
+@pytest.mark.parametrize("distance", [{}, {"kl": "reward", "kl_coefficient": 0.1, "kl_estimator": "k1"}])
+def test_row_that_the_model_cannot_compute_is_named_before_the_model_runs(
+    database: Database, tmp_path: Path, distance: dict[str, object]
+) -> None:
+    train = TrainConfig.model_validate({"groups_per_step": 2, "num_versions": 2, **distance})
+    world = open_world(database, tmp_path / "start", train=train)
+    lock = RunLock(database, world.run)
+    trainer = make_trainer(world.run, database, data_dir=tmp_path, broker_url=NO_BROKER, lock=lock)
+    trainer.resume()
+    play(world, wait_for_version(world, 0))
+    work = wait_for_work(world.database, world.run, version=0, stop=threading.Event(), look_up=lambda: None)
+    assert work is not None
+    first, *others = work.groups[0].episodes
+    turn = replace(first.turns[0], sampled_ids=first.turns[0].sampled_ids + VOCAB_SIZE)
+    odd = replace(first, turns=(turn, *first.turns[1:]))
+    groups = (replace(work.groups[0], episodes=(odd, *others)), *work.groups[1:])
+    with pytest.raises(ValueError, match=rf"^episode {odd.episode_id} row 0: id \d+ is not in the model's vocabulary"):
+        trainer.train_step(replace(work, groups=groups), threading.Event())

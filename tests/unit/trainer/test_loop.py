@@ -12,7 +12,7 @@ from common.config_train import TrainConfig
 from common.db.steps import ScoredGroup, Step
 from common.episode import ScoredEpisode, TurnTokens
 from trainer.advantages import Advantages
-from trainer.loop import account, prepare
+from trainer.loop import account, prepare, rows_of
 from trainer.samples import Sample, samples_digest
 from trainer.step_metrics import lag_metrics, warn_of_silence
 
@@ -58,9 +58,10 @@ def prepared(
         asked.extend(sample.episode_id for sample in samples)
         return distances or {}
 
-    result = prepare(GROUPS, version=5, train=TrainConfig.model_validate(train), reference_kl=reference_kl)
+    samples = rows_of(GROUPS)
+    result = prepare(GROUPS, samples, version=5, train=TrainConfig.model_validate(train), reference_kl=reference_kl)
     assert asked == ([] if distances is None else [1, 2, 4, 5])
-    return result
+    return samples, *result
 
 
 def test_failures_of_infrastructure_enter_neither_rows_nor_baseline() -> None:
@@ -138,8 +139,9 @@ def test_a_step_without_a_sampled_token_has_lags_of_0_and_is_warned_of(caplog: p
             episode(number, group_id=9, reward=float(number), versions=[], outcome="context_limit") for number in (0, 1)
         ),
     )
-    samples, advantages, metrics = prepare(
-        (silent,), version=5, train=TrainConfig(), reference_kl=lambda samples: pytest.fail("not asked")
+    samples = rows_of((silent,))
+    advantages, metrics = prepare(
+        (silent,), samples, version=5, train=TrainConfig(), reference_kl=lambda samples: pytest.fail("not asked")
     )
     assert account(samples, advantages) == []
     assert (metrics["reward_mean"], metrics["num_episodes"], metrics["num_tokens"]) == (0.5, 2, 0)

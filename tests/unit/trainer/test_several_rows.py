@@ -15,7 +15,7 @@ from benchmarks.trainer_check import NUM_EPISODES, NUM_ROWS
 from common.config_train import TrainConfig
 from common.db.steps import ScoredGroup
 from common.episode import ScoredEpisode, TurnTokens
-from trainer.loop import account, prepare
+from trainer.loop import account, prepare, rows_of
 from trainer.losses import StepTotals, policy_loss
 from trainer.policy import Policy
 from trainer.samples import Sample, make_samples, num_tokens_by_episode, samples_digest, split_by_group
@@ -105,8 +105,9 @@ def halves(row: Row) -> list[Row]:
 
 
 def test_an_episode_s_rows_share_its_advantage_and_are_trained_and_accounted_for_as_one() -> None:
-    samples, advantages, metrics = prepare(
-        (GROUP,), version=0, train=TrainConfig(), reference_kl=lambda rows: pytest.fail("not asked")
+    samples = rows_of((GROUP,))
+    advantages, metrics = prepare(
+        (GROUP,), samples, version=0, train=TrainConfig(), reference_kl=lambda rows: pytest.fail("not asked")
     )
     assert [(row.episode_id, row.index) for row in samples] == [(1, 0), (1, 1), (1, 2), (2, 0)]
     assert set(advantages.by_episode) == {1, 2}
