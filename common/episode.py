@@ -13,6 +13,9 @@ from typing import Literal
 import numpy as np
 from pydantic import BaseModel, ConfigDict, Field, JsonValue, field_validator
 
+MAX_LOGPROB = 1e-3
+"""In nats. A log-prob is above 0 only by rounding; what is above this is none, or has the wrong sign."""
+
 
 class Stage(StrEnum):
     """A step of an episode's way, with a queue and a fleet of its own."""

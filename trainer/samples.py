@@ -14,7 +14,15 @@ from itertools import groupby
 import numpy as np
 import torch
 
-from common.episode import ScoredEpisode, TurnTokens, episode_digest, ids_to_bytes, logprobs_to_bytes, sampled_digest
+from common.episode import (
+    MAX_LOGPROB,
+    ScoredEpisode,
+    TurnTokens,
+    episode_digest,
+    ids_to_bytes,
+    logprobs_to_bytes,
+    sampled_digest,
+)
 
 NO_VERSION = -1
 """Version of a position that nobody sampled."""
@@ -55,8 +63,17 @@ class Sample:
             )
         if len(self.mask_L) and self.mask_L[0]:
             raise ValueError(f"episode {self.episode_id}: the first token is sampled, but nothing stands before it")
-        if not np.isfinite(self.behaviour_logprobs_L[self.mask_L]).all():
-            raise ValueError(f"episode {self.episode_id}: a behaviour log-prob is not finite")
+        self._check_logprobs()
+
+    def _check_logprobs(self) -> None:
+        logprobs_L = self.behaviour_logprobs_L
+        wrong_L = self.mask_L & ~(np.isfinite(logprobs_L) & (logprobs_L <= MAX_LOGPROB))
+        if wrong_L.any():
+            position = int(wrong_L.argmax())
+            raise ValueError(
+                f"episode {self.episode_id} row {self.index}: the behaviour log-prob of id {self.ids_L[position]} at "
+                f"position {position} is {logprobs_L[position]:g}, it must be finite and at most 0"
+            )
 
     @property
     def key(self) -> RowKey:

@@ -14,6 +14,7 @@ import numpy as np
 from tokenizers import Tokenizer
 
 from common.config import RunConfig
+from common.episode import MAX_LOGPROB
 from common.errors import RollmillError, SetupError
 from common.model_folder import read_model_shape
 from trainer.check_input import check_rows
@@ -24,8 +25,6 @@ from trainer.teacher_server import ServedTeacher
 
 CHECK_TIMEOUT_S = 5.0
 """Of one request, where a person waits for the answer."""
-MAX_LOGPROB = 1e-3
-"""Above 0 only by rounding."""
 
 
 class Teacher(Protocol):

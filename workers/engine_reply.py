@@ -10,7 +10,7 @@ from typing import TypeVar
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from common.episode import FinishReason, Sampled, VersionSpan
+from common.episode import MAX_LOGPROB, FinishReason, Sampled, VersionSpan
 from common.errors import EpisodeError
 from common.outcomes import Outcome
 from common.weights import is_start_name, parse_version_name, version_name
@@ -194,7 +194,7 @@ def _logprobs(raw: RawSampled, engine: str) -> tuple[float, ...]:
     for position, (token_id, owner, logprob) in enumerate(zip(raw.ids, raw.logprob_ids, raw.logprobs, strict=True)):
         if owner != token_id:
             raise incomplete(engine, f"at {position} id {token_id} was sampled, the log-prob is of {owner}")
-        if logprob is None or not math.isfinite(logprob):
+        if logprob is None or not math.isfinite(logprob) or logprob > MAX_LOGPROB:
             raise incomplete(engine, f"the log-prob of id {token_id} at {position} is {logprob}")
         checked.append(logprob)
     return tuple(checked)

@@ -87,7 +87,7 @@ def test_digest_of_the_row_is_that_of_what_the_client_received() -> None:
 def test_digest_changes_with_one_sampled_value(name: str) -> None:
     sample = make_sample(TWO_TURNS)
     changed = getattr(sample, name).copy()
-    changed[4] += 1
+    changed[4] -= 1
     assert samples_digest([replace(sample, **{name: changed})]) != samples_digest([sample])
 
 
@@ -108,9 +108,15 @@ def test_turn_that_the_mask_could_not_show_is_refused(turn: TurnTokens) -> None:
         make_sample(episode(tokens([1], [2], [-1.0], [0]), turn))
 
 
-def test_logprob_that_is_not_finite_is_refused() -> None:
-    with pytest.raises(ValueError, match="episode 7: a behaviour log-prob is not finite"):
-        make_sample(episode(tokens([1], [2], [float("nan")], [0])))
+@pytest.mark.parametrize("logprob", [float("nan"), float("-inf"), float("inf"), 0.7])
+def test_number_that_is_no_logprob_is_refused_where_it_stands(logprob: float) -> None:
+    expected = rf"^episode 7 row 0: the behaviour log-prob of id 3 at position 2 is {logprob:g}, it must be finite"
+    with pytest.raises(ValueError, match=expected):
+        make_sample(episode(tokens([1], [2, 3], [-1.0, logprob], [0, 0])))
+
+
+def test_logprob_above_0_by_rounding_is_taken() -> None:
+    assert make_sample(episode(tokens([1], [2], [1e-6], [0]))).behaviour_logprobs_L[1] > 0
 
 
 def test_arrays_of_different_length_are_refused() -> None:

@@ -56,6 +56,7 @@ def test_takes_ids_their_own_logprobs_and_versions() -> None:
         ),
         ({"logprobs": {"content": [entry(7, -1.0), entry(8, float("nan")), entry(9, -1.0)]}}, "logprob"),
         ({"logprobs": {"content": [entry(7, -1.0), entry(8, float("-inf")), entry(9, -1.0)]}}, "logprob"),
+        ({"logprobs": {"content": [entry(7, -1.0), entry(8, 0.7), entry(9, -1.0)]}}, "log-prob of id 8 at 1 is 0.7"),
         ({"weight_versions": None}, "version spans cover 0 of 3"),
         ({"weight_versions": [{"version": "run-a/000003", "start": 0, "end": 2}]}, "version spans cover 2 of 3"),
         ({"weight_versions": [{"version": "run-a/000003", "start": 1, "end": 3}]}, "does not continue at 0"),
