@@ -57,7 +57,7 @@ def prepare(policy: Policy, samples: Sequence[Sample], advantages: Mapping[int, 
 def refuse_infinite(policy: Policy, minibatches: Sequence[Sequence[TrainBatch]], *, version: int) -> None:
     """Raise TrainingError, on all ranks, for the episodes of rows that come with a number that is not finite."""
     wrong = {episode_id for minibatch in minibatches for part in minibatch for episode_id in part.not_finite()}
-    _refuse(set[int]().union(*policy.ranks.gather(wrong)), version=version)
+    refuse(set[int]().union(*policy.ranks.gather(wrong)), what="loss", version=version)
 
 
 def update(
@@ -94,7 +94,7 @@ def update(
     losses, stats_of_ranks, wrong_of_ranks, episodes_of_ranks = zip(
         *policy.ranks.gather((loss, stats, wrong, episodes)), strict=True
     )
-    _refuse(set[int]().union(*wrong_of_ranks), version=version)
+    refuse(set[int]().union(*wrong_of_ranks), what="loss", version=version)
     clipped = torch.nn.utils.clip_grad_norm_(policy.trained().values(), policy.train.grad_clip)
     grad_norm = whole(clipped).item()
     if not np.isfinite(grad_norm):
@@ -106,9 +106,9 @@ def update(
     return sum(losses), sum(stats_of_ranks, start=TokenStats()), grad_norm
 
 
-def _refuse(episode_ids: set[int], *, version: int) -> None:
-    """Raise TrainingError that names them, if there are any."""
+def refuse(episode_ids: set[int], *, what: str, version: int) -> None:
+    """Raise TrainingError for the episodes whose `what` is no finite number, if there are any."""
     if episode_ids:
         raise TrainingError(
-            f"step {version} -> {version + 1}: the loss is not finite in episodes {sorted(episode_ids)}"
+            f"step {version} -> {version + 1}: the {what} is not finite in episodes {sorted(episode_ids)}"
         )

@@ -178,6 +178,17 @@ def test_gap_shows_one_wrong_token(make_policy: MakePolicy, group: list[Sample])
     assert metrics["logprob_gap_max"] > 0.01
 
 
+@pytest.mark.parametrize("version", [0, 1])
+def test_policy_that_says_no_number_is_refused_although_no_row_has_an_advantage(
+    make_policy: MakePolicy, group: list[Sample], version: int
+) -> None:
+    policy = make_policy()
+    with torch.no_grad():
+        next(policy.model.parameters()).fill_(float("nan"))
+    with pytest.raises(TrainingError, match=r"the policy's log-prob is not finite in episodes \[1, 2, 3, 4\]"):
+        policy.train_step(group, dict.fromkeys(ADVANTAGES, 0.0), version=version)
+
+
 def test_tokens_of_other_versions_are_not_compared(make_policy: MakePolicy, group: list[Sample]) -> None:
     metrics = make_policy().train_step(group, ADVANTAGES, version=1)
     assert (metrics["logprob_gap_max"], metrics["logprob_gap_tokens"]) == (0.0, 0.0)
@@ -266,8 +277,20 @@ def test_infinite_logprob_that_a_clip_would_hide_stops_the_step(
     with torch.no_grad():
         head.bias[sampled] = -torch.inf
     others = [row for row in group if sampled not in row.ids_L[row.mask_L]]
-    with pytest.raises(TrainingError, match=r"step 0 -> 1: the loss is not finite in episodes \[2\]"):
-        policy.train_step([*others, group[1]], ADVANTAGES, version=0)
+    with pytest.raises(TrainingError, match=r"step 1 -> 2: the loss is not finite in episodes \[2\]"):
+        policy.train_step([*others, group[1]], ADVANTAGES, version=1)
+
+
+def test_token_that_the_same_weights_sampled_and_call_impossible_stops_the_step(
+    make_policy: MakePolicy, group: list[Sample]
+) -> None:
+    policy = make_policy()
+    head = policy.model.get_output_embeddings()
+    head.bias = torch.nn.Parameter(torch.zeros(head.weight.shape[0]))
+    with torch.no_grad():
+        head.bias[group[1].ids_L[group[1].mask_L][0]] = -torch.inf
+    with pytest.raises(TrainingError, match=r"step 0 -> 1: the policy's log-prob is not finite in episodes \[.*2.*\]"):
+        policy.train_step(group, dict.fromkeys(ADVANTAGES, 0.0), version=0)
 
 
 OBJECTIVES: list[dict[str, object]] = [
