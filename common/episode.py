@@ -16,6 +16,9 @@ from pydantic import BaseModel, ConfigDict, Field, JsonValue, field_validator
 MAX_LOGPROB = 1e-3
 """In nats. A log-prob is above 0 only by rounding; what is above this is none, or has the wrong sign."""
 
+MAX_REWARD = 1e6
+"""Largest magnitude of a reward. The loss squares rewards: far larger ones overflow, and no step could train them."""
+
 
 class Stage(StrEnum):
     """A step of an episode's way, with a queue and a fleet of its own."""

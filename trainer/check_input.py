@@ -8,12 +8,16 @@ from numbers import Real
 from typing import SupportsFloat
 
 from common.db.steps import ScoredGroup
+from common.episode import MAX_REWARD
 from common.storable import check_storable
 from trainer.samples import Sample
 
 
 def check_groups(groups: Sequence[ScoredGroup], *, max_size: int) -> None:
-    """Raise ValueError for a group without episodes or of more than were made, and for a reward that is no number."""
+    """Raise ValueError for a group without episodes or of more than were made, and for a reward that no step can train.
+
+    Rewards are finite numbers of magnitude <= MAX_REWARD.
+    """
     for group in groups:
         if not group.episodes:
             raise ValueError(f"group {group.group_id}: it has no scored episode")
@@ -24,10 +28,10 @@ def check_groups(groups: Sequence[ScoredGroup], *, max_size: int) -> None:
             )
         for episode in group.episodes:
             reward: object = episode.reward
-            if isinstance(reward, bool) or not isinstance(reward, Real) or not isfinite(reward):
+            if isinstance(reward, bool) or not isinstance(reward, Real) or not abs(float(reward)) <= MAX_REWARD:
                 raise ValueError(
-                    f"group {group.group_id} episode {episode.episode_id}: reward must be a finite number, "
-                    f"got {reward!r}"
+                    f"group {group.group_id} episode {episode.episode_id}: reward must be a finite number from "
+                    f"{-MAX_REWARD:,.0f} to {MAX_REWARD:,.0f}, got {reward!r}"
                 )
 
 

@@ -16,7 +16,7 @@ from typing import Protocol, SupportsFloat, TypeVar, runtime_checkable
 from pydantic import Field, JsonValue
 
 from common.config_network import NetworkConfig
-from common.episode import Frozen, Message, ToolCall, ToolSpec
+from common.episode import MAX_REWARD, Frozen, Message, ToolCall, ToolSpec
 from common.errors import EpisodeError
 from common.outcomes import Outcome
 from workers.evaluator.judge import Judge
@@ -24,9 +24,6 @@ from workers.evaluator.submission import FileRules
 from workers.sandbox.protocol import SandboxSession
 
 T = TypeVar("T")
-
-MAX_REWARD = 1e6
-"""Largest magnitude of a reward. The loss squares rewards: far larger ones overflow, and no step could train them."""
 
 
 class Prepared(Frozen):

@@ -7,10 +7,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from common.episode import Message
+from common.episode import MAX_REWARD, Message
 from common.errors import EpisodeError
 from common.outcomes import Outcome
-from workers.handlers.base import MAX_REWARD, Prepared, Score, compacted_messages, returned
+from workers.handlers.base import Prepared, Score, compacted_messages, returned
 
 
 @pytest.mark.parametrize("number", [True, 1, 1.0, np.float32(1), np.int64(1), np.bool_(True), Decimal(1)])
