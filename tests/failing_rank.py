@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 
 from common.errors import RollmillError, SetupError
-from trainer.ranks import AgreedError, Ranks, on_all_ranks
+from trainer.ranks import AgreedError, AgreedSetupError, Ranks, on_all_ranks
 
 COLLECTIVE_TIMEOUT_S = 600.0
 AGREED, GATHERED, LOST = "agreed", "gathered", "lost"
@@ -20,6 +20,10 @@ class Calls:
     @on_all_ranks
     def agree_to_fail(self) -> None:
         raise AgreedError(f"all of {self.ranks.gather(self.ranks.rank)}")
+
+    @on_all_ranks
+    def have_too_long_a_row(self) -> None:
+        raise AgreedSetupError("each has too long a row")
 
     @on_all_ranks
     def gather(self) -> list[int]:
@@ -44,10 +48,11 @@ def main() -> None:
     if ranks.rank:
         ranks.follow(calls)
         return
-    try:
-        calls.agree_to_fail()
-    except AgreedError as error:
-        tell(AGREED, error)
+    for fail in (calls.agree_to_fail, calls.have_too_long_a_row):
+        try:
+            fail()
+        except AgreedError as error:
+            tell(AGREED, error)
     tell(GATHERED, calls.gather())
     try:
         calls.gather_without_one()

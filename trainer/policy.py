@@ -17,6 +17,7 @@ from transformers import PreTrainedModel
 
 from common.config import RunConfig
 from common.config_train import TrainConfig
+from common.errors import SetupError
 from trainer.checkpoint import write_whole
 from trainer.kl import kl_estimate
 from trainer.logprobs import TokenScorer, score_batch
@@ -24,7 +25,7 @@ from trainer.lora import adapter_parameters, with_adapter, without_adapter
 from trainer.losses import StepTotals, TokenStats, needs_all_rows
 from trainer.modelling import load_model, recompute_layers, set_up
 from trainer.probe import probe
-from trainer.ranks import Ranks, on_all_ranks
+from trainer.ranks import AgreedSetupError, Ranks, on_all_ranks
 from trainer.samples import (
     Batch,
     RowKey,
@@ -286,9 +287,12 @@ class Policy:
         """This rank's rows in batches that fit the memory, as many on each rank, which meet in every pass.
 
         A rank that has fewer passes a row without sampled tokens, which has no loss and a gradient of zero.
-        Raises SetupError on all ranks alike when a row of any of them is too long for train.max_logits.
+        Raises AgreedSetupError when a row of any of them is too long for train.max_logits.
         """
-        self._check_fits(max((len(row.ids_L) for row in samples), default=0))
+        try:
+            self._check_fits(max((len(row.ids_L) for row in samples), default=0))
+        except SetupError as error:
+            raise AgreedSetupError(str(error)) from None
         by_rank = [
             microbatches(rows, max_positions=self.train.max_positions, packing=self.train.packing)
             for rows in deal(samples, parts=self.ranks.size)

@@ -23,7 +23,7 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous
 
-from common.errors import RollmillError
+from common.errors import RollmillError, SetupError
 
 logger = logging.getLogger(__name__)
 
@@ -37,6 +37,10 @@ _FAILED = "failed"
 
 class AgreedError(RollmillError):
     """All ranks raise it, out of what they have gathered; rank 0 decides what follows, and the others go on."""
+
+
+class AgreedSetupError(AgreedError, SetupError):
+    """One that a person can mend, and that all ranks raise alike, as each has been given the same."""
 
 
 T = TypeVar("T")

@@ -250,6 +250,7 @@ def test_a_rank_that_fails_alone_ends_and_the_first_says_why() -> None:
             process.kill()
     assert told.splitlines() == [
         f"{AGREED} all of [0, 1]",
+        f"{AGREED} each has too long a row",
         f"{GATHERED} [0, 1]",
         f"{LOST} rank 1 failed in gather_without_one: SetupError: only I have too long a row",
     ]

@@ -15,6 +15,7 @@ from common.config_train import TrainConfig
 from common.errors import SetupError
 from trainer.modelling import attend_within_rows
 from trainer.policy import Policy
+from trainer.ranks import AgreedSetupError
 from trainer.samples import Sample, pad
 from trainer.start_check import check_rows_apart, head_is_last
 
@@ -175,6 +176,6 @@ def test_too_few_logits_are_refused_at_the_start(rows: list[Sample]) -> None:
         policy_of(model_of("granite", **granite), max_logits=999, max_positions=50)
     policy_of(model_of("llama", **LLAMA), max_logits=999, max_positions=50)
     policy = policy_of(model_of("granite", **granite), max_logits=12 * VOCABULARY, max_positions=12)
-    # Before any rank has begun to compute.
-    with pytest.raises(SetupError, match=f"raise max_logits to {24 * VOCABULARY}"):
+    # Before any rank has begun to compute, and so that all of them end in order.
+    with pytest.raises(AgreedSetupError, match=f"raise max_logits to {24 * VOCABULARY}"):
         policy.train_step(rows, {row.episode_id: 1.0 for row in rows}, version=0)
