@@ -144,7 +144,7 @@ class WeightStore:
     def publish(self, run: str, number: int, write: Callable[[Path], None]) -> Published:
         """Let `write` fill an empty draft folder, then make it the version: manifest, fsync, rename."""
         target = self.path(run, number)
-        target.parent.mkdir(parents=True, exist_ok=True)
+        _make_folder(target.parent)
         draft = Path(tempfile.mkdtemp(prefix=f".draft-{number:06d}-", dir=target.parent))
         try:
             write(draft)
@@ -270,6 +270,14 @@ def read_safetensors_header(path: Path) -> dict[str, TensorEntry]:
 def _sha256(path: Path) -> str:
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _make_folder(folder: Path) -> None:
+    """Make it, with those above it, so that it is still there after a power loss."""
+    missing = [path for path in (folder, *folder.parents) if not path.exists()]
+    folder.mkdir(parents=True, exist_ok=True)
+    for path in missing:
+        fsync(path.parent)
 
 
 def fsync(path: Path) -> None:

@@ -2,11 +2,31 @@ from __future__ import annotations
 
 import json
 import struct
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
 from common.weights import WeightsDamaged, WeightStore, parse_version_name, verify, version_name
+
+
+@contextmanager
+def opened_folders() -> Iterator[set[Path]]:
+    """Folders that are opened within the block by path and without a mode, as is done for fsync alone."""
+    opened, listening = set[Path](), True
+
+    def see(name: str, arguments: tuple[object, ...]) -> None:
+        if listening and name == "open" and isinstance(arguments[0], str) and arguments[1] is None:
+            opened.add(Path(arguments[0]))
+
+    # Python keeps it for good.
+    sys.addaudithook(see)
+    try:
+        yield opened
+    finally:
+        listening = False
 
 
 def write_tensors(folder: Path) -> None:
@@ -21,6 +41,13 @@ def test_a_version_is_whole_and_verifies(tmp_path: Path):
     manifest = verify(published.path, published.manifest_sha256)
     assert manifest.tensors["w"].shape == (2,)
     assert set(manifest.files) == {"config.json", "model.safetensors"}
+
+
+def test_folders_that_a_version_is_the_first_in_are_on_the_disk_with_it(tmp_path: Path):
+    root = tmp_path / "weights"
+    with opened_folders() as synced:
+        WeightStore(root).publish("run", 1, write_tensors)
+    assert {tmp_path, root, root / "run"} <= synced
 
 
 def test_a_failed_write_leaves_nothing(tmp_path: Path):
