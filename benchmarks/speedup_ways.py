@@ -111,7 +111,7 @@ def run_config(way: Way, shape: Shape) -> RunConfig:
             groups_per_step=shape.groups_per_step,
             num_versions=shape.num_versions,
             max_staleness=way.max_staleness or 0,
-            late_groups=way.late_groups,
+            late_groups=way.late_groups if way.max_staleness else "wait",
         ),
     )
 

@@ -265,13 +265,13 @@ class RunConfig(Section):
         return self
 
     @model_validator(mode="after")
-    def _length_penalty_applies(self) -> Self:
+    def _length_penalty_applies(self, info: ValidationInfo) -> Self:
         limit, buffer = self.train.overlong_tokens, self.train.overlong_buffer
-        most = self.rollout.max_turns * self.rollout.max_tokens_per_turn
-        if limit is not None and buffer is not None and most <= limit - buffer:
+        most = self.rollout.max_turns * self.rollout.max_sampled(1)
+        if info.context != STORED and limit is not None and buffer is not None and most <= limit - buffer:
             raise ValueError(
                 f"train.overlong_tokens = {limit} with overlong_buffer = {buffer} has no effect: an episode samples at "
-                f"most {most} tokens (rollout.max_turns x max_tokens_per_turn)"
+                f"most {most} tokens (rollout.max_turns x max_tokens_per_turn, or max_row_tokens - 1 a turn)"
             )
         return self
 

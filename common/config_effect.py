@@ -48,6 +48,8 @@ def _without_effect(train: TrainConfig) -> Iterator[tuple[str, str]]:
         yield "kl_estimator", "without kl"
     if train.zero_variance != "refill":
         yield "max_refills_per_step", 'without zero_variance = "refill"'
+    if train.max_staleness == 0:
+        yield "late_groups", "with max_staleness = 0: a step takes all groups that there are, none is late"
     if train.lr_schedule == "constant":
         yield "lr_end", 'with lr_schedule = "constant"'
     yield from _of_the_ratio(train)

@@ -48,6 +48,12 @@ def test_a_minimal_file_gets_the_defaults(tmp_path: Path):
             MINIMAL + "[train]\noverlong_tokens = 500\noverlong_buffer = 100",
             "overlong_tokens = 500 with overlong_buffer = 100 has no effect: an episode samples at most 160 tokens",
         ),
+        (
+            MINIMAL
+            + "[rollout]\nmax_tokens_per_turn = 1000\nmax_row_tokens = 500\n"
+            + "[train]\noverlong_tokens = 3000\noverlong_buffer = 500",
+            "overlong_tokens = 3000 with overlong_buffer = 500 has no effect: an episode samples at most 1996 tokens",
+        ),
         (MINIMAL + "[rollout]\ngroup_size = 1", "rollout.group_size: .*greater than or equal to 2"),
         (MINIMAL + "[rollout]\ntemperature = 0", "rollout.temperature: .*greater than or equal to 0.01"),
         (MINIMAL + "[rollout]\ntemperature = 0.009", "rollout.temperature: .*greater than or equal to 0.01"),

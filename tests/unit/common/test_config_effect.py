@@ -39,6 +39,11 @@ WITHOUT_EFFECT = [
         f'[train]\n{PROXIMAL}\ncorrection = "none"\nmax_staleness = 0\nallow_uncorrected = true',
         "allow_uncorrected = true has no effect with max_staleness = 0",
     ),
+    ('[train]\nmax_staleness = 0\nlate_groups = "drop"', 'late_groups = "drop" has no effect with max_staleness = 0'),
+    (
+        "[train]\noverlong_tokens = 500\noverlong_buffer = 100",
+        "overlong_tokens = 500 with overlong_buffer = 100 has no effect: an episode samples at most 160 tokens",
+    ),
     ("[train]\nimportance_cap = 5.0", 'importance_cap = 5.0 has no effect with anchor = "behaviour"'),
     (
         f'[train]\n{PROXIMAL}\nmax_staleness = 0\ncorrection = "none"\nimportance_cap = 5.0',
