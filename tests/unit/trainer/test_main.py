@@ -60,7 +60,7 @@ def test_dry_run_says_what_would_be_done_and_touches_nothing(tmp_path: Path) -> 
     done = run("--config", str(path), "--dry-run", ROLLMILL_DATA_DIR=str(data_dir))
     assert (done.returncode, done.stderr) == (0, "")
     assert "run           first: handler shell, tasks 2,000 that the handler makes, seed 0\n" in done.stdout
-    assert "memory        about 90.4 MiB of tensors in the trainer" in done.stdout
+    assert "memory        about 81.4 MiB of tensors in the trainer" in done.stdout
     assert not data_dir.exists()
 
     path.write_text(path.read_text() + "[rollout]\nmax_row_tokens = 4000\n")
