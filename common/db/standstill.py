@@ -77,7 +77,8 @@ def find(conn: Connection, run_id: int, *, version: int) -> Standstill | None:
                 SELECT e.id, e.outcome, e.detail, e.group_id, g.completed_at
                   FROM episode_group g
                   JOIN run r ON r.id = g.run_id
-                  JOIN episode e ON e.group_id = g.id AND e.state = 'FAILED'
+                       -- Group by group, also where the statistics know nothing yet of failed episodes.
+                  JOIN LATERAL (SELECT * FROM episode WHERE group_id = g.id OFFSET 0) e ON e.state = 'FAILED'
                  WHERE g.run_id = :run_id AND g.drop_reason = 'too_few_samples' AND g.dropped_version = :version
                    AND (r.resumed_at IS NULL OR g.created_at >= r.resumed_at)
             ), whole AS (
