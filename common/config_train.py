@@ -52,7 +52,8 @@ class TrainConfig(Section):
     old waits for them; or they are dropped when they are complete, which is faster, but the policy then hardly ever
     learns from its longest episodes."""
     minibatches: int = Field(default=2, ge=1)
-    """Optimizer steps per training step."""
+    """At most so many optimizer steps per training step, each over whole groups; groups without a gradient are in none
+    of them. The metric num_updates has how many there were."""
     keep_version_every: int | None = Field(default=None, ge=1)
     """Every n-th version stays in the weight store; None = all but the newest max_staleness + 2 are deleted once no
     engine and no episode that goes on names them. Version 0 always stays."""

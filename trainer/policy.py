@@ -204,7 +204,14 @@ class Policy:
             loss += minibatch_loss
             stats += minibatch_stats
             grad_norms.append(grad_norm)
-        return found | {"loss": loss, "grad_norm": max(grad_norms), "learning_rate": rate} | stats.metrics()
+        return {
+            **found,
+            "loss": loss,
+            "grad_norm": max(grad_norms),
+            "learning_rate": rate,
+            "num_updates": float(len(minibatches)),
+            **stats.metrics(),
+        }
 
     def state(self) -> dict[str, torch.Tensor]:
         """Trained weights and optimizer state by name; with the start weights, the whole of what a checkpoint needs.

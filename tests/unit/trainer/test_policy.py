@@ -152,7 +152,14 @@ def test_step_without_any_advantage_leaves_the_weights_alone(make_policy: MakePo
     before = weights_of(policy)
     metrics = policy.train_step(group, dict.fromkeys(ADVANTAGES, 0.0), version=0)
     assert torch.equal(weights_of(policy), before)
-    assert (metrics["loss"], metrics["grad_norm"]) == (0.0, 0.0)
+    assert (metrics["loss"], metrics["grad_norm"], metrics["num_updates"]) == (0.0, 0.0, 0)
+
+
+def test_minibatches_are_no_more_than_the_groups_with_a_gradient(make_policy: MakePolicy, group: list[Sample]) -> None:
+    rows = [replace(row, group_id=row.episode_id // 3) for row in group]  # 1 and 2, 3 and 4
+    policy = make_policy(minibatches=3)
+    assert policy.train_step(rows, ADVANTAGES, version=0)["num_updates"] == 2
+    assert policy.train_step(rows, ADVANTAGES | {3: 0.0, 4: 0.0}, version=1)["num_updates"] == 1
 
 
 def test_same_seed_and_version_give_the_same_step_in_any_order(make_policy: MakePolicy, group: list[Sample]) -> None:
