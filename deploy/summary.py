@@ -65,6 +65,7 @@ def figures(report: Report) -> list[tuple[str, str]]:
         ("mean reward", _rewards(summary.mean_reward_by_version)),
         ("episodes", _episodes(summary)),
         ("groups dropped", _counts({reason.replace("_", " "): num for reason, num in summary.groups_dropped.items()})),
+        ("groups trained", _groups_trained(summary)),
         ("tokens sampled", f"{summary.tokens_sampled:,}"),
         ("trained unlike sampled", _must_be_zero(summary.token_mismatches, "episodes")),
         ("lost, trained twice", _must_be_zero(summary.episodes_lost + summary.episodes_trained_twice, "episodes")),
@@ -79,6 +80,8 @@ def figures(report: Report) -> list[tuple[str, str]]:
         rows.insert(2, ("held-out tasks", _evaluated(summary.evaluations)))
     if summary.histories_rewritten:
         rows.append(("histories rewritten", f"{summary.histories_rewritten:,} times, each began a new training row"))
+    if summary.episodes_left_out:
+        rows.append(("left out of the loss", f"{summary.episodes_left_out:,} episodes, cut off for their length"))
     if summary.step_trouble is not None:
         rows.append(("training", f"[bold red]{escape(short_failure(str(summary.step_trouble)))}[/]"))
     if summary.last_failure is not None:
@@ -164,7 +167,7 @@ def _episodes(summary: Summary) -> str:
         "trained": summary.episodes_trained,
         "too stale": summary.episodes_stale,
         "in groups too small or uneven": summary.episodes_dropped_other,
-        "in groups of equal rewards": summary.episodes_zero_variance,
+        "in dropped groups without variance": summary.episodes_dropped_zero_variance,
         "never sampled": summary.episodes_untrainable,
         "failed": summary.episodes_failed,
         "cancelled": summary.episodes_cancelled - summary.episodes_stragglers,
@@ -173,6 +176,14 @@ def _episodes(summary: Summary) -> str:
         "lost": summary.episodes_lost,
     }
     return f"{summary.episodes_total:,}: " + _counts({name: num for name, num in fates.items() if num})
+
+
+def _groups_trained(summary: Summary) -> str:
+    even = summary.groups_trained_zero_variance
+    if not even:
+        return f"{summary.groups_trained:,}"
+    text = f"{even:,} of them without variance"
+    return f"{summary.groups_trained:,}, " + (f"[bold red]{text}[/]" if even == summary.groups_trained else text)
 
 
 def _evaluated(evaluations: Sequence[Evaluation]) -> str:

@@ -234,7 +234,6 @@ class GroupSource:
             advantages, metrics = prepare(
                 work.groups, samples, version=version, train=train, reference_kl=lambda samples: {}
             )
-        warn_of_silence(work.step, metrics)
         rewards = {episode.episode_id: episode.reward for group in work.groups for episode in group.episodes}
         rows = tuple(
             Row(
@@ -245,6 +244,8 @@ class GroupSource:
             for sample in samples
             if sample.num_tokens and sample.episode_id not in advantages.left_out
         )
+        if not any(row.advantage for row in rows):
+            warn_of_silence(work.step, metrics)
         return TakenStep(work=work, rows=rows, metrics=metrics, trained=tuple(account(samples, advantages)))
 
     def finish(

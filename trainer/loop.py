@@ -162,7 +162,6 @@ class Trainer:
         advantages, metrics = prepare(
             work.groups, samples, version=version, train=train, reference_kl=self.policy.reference_kl
         )
-        warn_of_silence(work.step, metrics)
         trained_samples = [sample for sample in samples if sample.episode_id not in advantages.left_out]
         if (teacher := self.teacher) is not None:
             asked = outlast_outage(
@@ -173,6 +172,8 @@ class Trainer:
             trained_samples, teacher_metrics = asked
             metrics |= teacher_metrics | {"teacher_s": time.monotonic() - started}
         metrics |= self.policy.train_step(trained_samples, advantages.by_episode, version=version)
+        if not metrics["num_updates"]:
+            warn_of_silence(work.step, metrics)
         trained = time.monotonic()
         if not outlast_outage(lambda: self.lock.may_write(work.step), stop=stop, limit_s=self.outage_wait_s):
             return False
@@ -331,6 +332,7 @@ def prepare(
     metrics = taken_metrics(
         samples,
         advantages,
+        num_groups=len(groups),
         rewards=[episode.reward for group in trainable for episode in group],
         shaped=[reward for group in rewards_of_groups for reward in group.shaped.values()],
         version=version,

@@ -18,6 +18,7 @@ def taken_metrics(
     samples: Sequence[Sample],
     advantages: Advantages,
     *,
+    num_groups: int,
     rewards: Sequence[float],
     shaped: Sequence[float],
     version: int,
@@ -29,6 +30,7 @@ def taken_metrics(
         "reward_mean": _mean(np.array(rewards)),
         "reward_std": float(np.std(rewards)) if rewards else 0.0,
         "shaped_reward_mean": _mean(np.array(shaped)),
+        "num_groups": float(num_groups),
         "num_episodes": float(len(rewards)),
         "num_rows": float(len(samples)),
         "num_tokens": float(len(lags)),
@@ -50,25 +52,27 @@ def lag_metrics(lags_N: np.ndarray, *, max_staleness: int) -> dict[str, float]:
 
 
 def warn_of_silence(step: Step, metrics: Mapping[str, float]) -> None:
-    """Say so when nothing was sampled in a step: it makes a version of the weights that it found."""
+    """Say that a step teaches nothing, and what took the gradient; `metrics` are those of what was taken."""
+    logger.warning(
+        "%s, so there is nothing to learn run=%d step=%d version=%d groups=%d zero_variance=%d episodes=%d "
+        "left_out_as_truncated=%d",
+        _why_silent(metrics),
+        step.run_id,
+        step.id,
+        step.version_in,
+        metrics["num_groups"],
+        metrics["zero_variance_groups"],
+        metrics["num_episodes"],
+        metrics["left_out_episodes"],
+    )
+
+
+def _why_silent(metrics: Mapping[str, float]) -> str:
     if metrics["num_tokens"] == 0:
-        logger.warning(
-            "not one sampled token in the groups of a step, weights stay as they are run=%d step=%d version=%d "
-            "episodes=%d",
-            step.run_id,
-            step.id,
-            step.version_in,
-            metrics["num_episodes"],
-        )
-    elif metrics["left_out_episodes"] == metrics["num_episodes"]:
-        logger.warning(
-            "every episode of a step was cut off and is left out (train.truncated), so nothing is learned run=%d "
-            "step=%d version=%d episodes=%d",
-            step.run_id,
-            step.id,
-            step.version_in,
-            metrics["num_episodes"],
-        )
+        return "not one sampled token in the groups of a step"
+    if metrics["left_out_episodes"] == metrics["num_episodes"]:
+        return "every episode of a step was cut off and is left out (train.truncated)"
+    return "no episode of a step has an advantage"
 
 
 def _mean(values: np.ndarray) -> float:

@@ -41,14 +41,20 @@ class Summary:
     """Scored, but their group was dropped as too stale."""
     episodes_dropped_other: int
     """Scored, but their group was dropped for want of a baseline."""
-    episodes_zero_variance: int
-    """Scored, but their group had equal rewards only and was replaced by another."""
+    episodes_dropped_zero_variance: int
+    """Scored, but their group had no variance and was dropped, to be replaced by another."""
     episodes_untrainable: int
     """Scored in a trained group, with nothing to train: the agent never sampled."""
     episodes_in_flight: int
     """Not settled, while the run may still settle them."""
     episodes_lost: int
     """Not settled, and nothing will settle them: must be 0."""
+    episodes_left_out: int | None
+    """Cut off for their length and left out of the loss of their group's step, which had them in its baseline. None =
+    no finished step notes it."""
+    groups_trained: int
+    groups_trained_zero_variance: int | None
+    """Those among them without variance: the rewards all equal, with pass@k those of all teams; None as above."""
     episodes_trained_twice: int
     """Trained by another step than their group's, or by two: must be 0."""
     lag_max: int | None
@@ -92,6 +98,7 @@ def summary(conn: Connection, run_id: int) -> Summary:
     fates = _fates(conn, run_id)
     over = state in (RunState.FINISHED, RunState.STOPPED)
     trained = _trained(conn, run_id)
+    steps = _steps(conn, run_id)
     sampled = _sampled(conn, run_id)
     failures, last_failure = _failures(conn, run_id)
     return Summary(
@@ -106,15 +113,18 @@ def summary(conn: Connection, run_id: int) -> Summary:
         episodes_stragglers=fates["straggler"],
         episodes_stale=fates["stale"],
         episodes_dropped_other=fates["dropped"],
-        episodes_zero_variance=fates["zero_variance"],
+        episodes_dropped_zero_variance=fates["zero_variance"],
         episodes_untrainable=fates["untrainable"],
         episodes_in_flight=0 if over else fates["in_flight"],
         episodes_lost=fates["lost"] + (fates["in_flight"] if over else 0),
+        episodes_left_out=steps.left_out,
+        groups_trained=steps.groups,
+        groups_trained_zero_variance=steps.zero_variance,
         episodes_trained_twice=trained.twice,
         lag_max=trained.lag_max,
         lag_mean=trained.lag_mean,
         token_mismatches=trained.mismatches,
-        logprob_gap_max=trained.gap_max,
+        logprob_gap_max=steps.gap_max,
         tokens_sampled=sampled.tokens,
         histories_rewritten=sampled.rewritten,
         attempts=sampled.attempts,
@@ -162,7 +172,6 @@ class _Trained:
     lag_max: int | None
     lag_mean: float | None
     mismatches: int
-    gap_max: float | None
 
 
 def _trained(conn: Connection, run_id: int) -> _Trained:
@@ -186,13 +195,32 @@ def _trained(conn: Connection, run_id: int) -> _Trained:
         ),
         {"run_id": run_id},
     ).one()
-    gap_max = conn.execute(
-        text("SELECT max(CAST(metrics ->> 'logprob_gap_max' AS float8)) FROM train_step WHERE run_id = :run_id"),
+    return _Trained(twice=row.twice, lag_max=row.lag_max, lag_mean=row.lag_mean, mismatches=row.mismatches)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Steps:
+    groups: int
+    zero_variance: int | None
+    left_out: int | None
+    gap_max: float | None
+
+
+def _steps(conn: Connection, run_id: int) -> _Steps:
+    """Figures over the finished steps, as the trainer noted them."""
+    row = conn.execute(
+        text(
+            """
+            SELECT CAST(coalesce(sum(num_groups), 0) AS int) AS groups,
+                   CAST(sum(CAST(metrics ->> 'zero_variance_groups' AS float8)) AS int) AS zero_variance,
+                   CAST(sum(CAST(metrics ->> 'left_out_episodes' AS float8)) AS int) AS left_out,
+                   max(CAST(metrics ->> 'logprob_gap_max' AS float8)) AS gap_max
+              FROM train_step WHERE run_id = :run_id AND state = 'DONE'
+            """
+        ),
         {"run_id": run_id},
-    ).scalar_one()
-    return _Trained(
-        twice=row.twice, lag_max=row.lag_max, lag_mean=row.lag_mean, mismatches=row.mismatches, gap_max=gap_max
-    )
+    ).one()
+    return _Steps(**row._mapping)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -121,6 +121,21 @@ def test_metrics_that_cannot_be_kept_are_refused_before_anything_is_published(
         assert conn.execute(text("SELECT metrics ->> 'loss' FROM train_step")).scalar_one() == "0.25"
 
 
+def test_groups_that_teach_nothing_are_warned_of(
+    world: World, open_source: Callable[[], GroupSource], caplog: pytest.LogCaptureFixture
+) -> None:
+    source = open_source()
+    source.start(write_version)
+    play(world)
+    assert source.take(0) is not None
+    assert "nothing to learn" not in caplog.text
+    with world.database.begin() as conn:
+        conn.execute(text("UPDATE episode SET reward = 0.5"))
+    assert source.take(0) is not None
+    assert "no episode of a step has an advantage, so there is nothing to learn" in caplog.text
+    assert "groups=2 zero_variance=2 episodes=4" in caplog.text
+
+
 def test_a_step_that_was_not_finished_comes_again_whole_and_a_finished_one_never(
     world: World, open_source: Callable[[], GroupSource]
 ) -> None:

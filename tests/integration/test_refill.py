@@ -213,7 +213,7 @@ def test_a_policy_that_has_solved_everything_comes_to_an_end(database: Database)
         assert {name: num for name, num in audit.violations(conn, world.run.id).items() if num} == {}
         found = report.summary(conn, world.run.id)
         assert found.groups_dropped == {DropReason.ZERO_VARIANCE: 9}
-        assert (found.episodes_zero_variance, found.episodes_trained, found.episodes_lost) == (18, 12, 0)
+        assert (found.episodes_dropped_zero_variance, found.episodes_trained, found.episodes_lost) == (18, 12, 0)
         assert len(group_states(world)) == 3 * 2 + 9
 
 

@@ -276,6 +276,7 @@ def test_summary_of_a_whole_run(played: PlayedRun) -> None:
     assert whole.lag_mean == pytest.approx(2 / 12)
     assert whole.token_mismatches == 0
     assert whole.logprob_gap_max == 5e-6
+    assert (whole.groups_trained, whole.groups_trained_zero_variance, whole.episodes_left_out) == (6, None, None)
     assert whole.attempts == 17
     assert whole.failures == {"handler_failed": 2, "sandbox_failed": 1}
     assert whole.last_failure == "handler_failed: bug"

@@ -38,9 +38,14 @@ def wait_for_version(world: World, number: int) -> PolicyVersion:
 
 
 def play(
-    world: World, version: PolicyVersion, *, num_groups: int = 2, outcomes: Sequence[Outcome] = (Outcome.FINISHED,)
+    world: World,
+    version: PolicyVersion,
+    *,
+    num_groups: int = 2,
+    outcomes: Sequence[Outcome] = (Outcome.FINISHED,),
+    rewards: tuple[float, float] = (0.0, 1.0),
 ) -> None:
-    """Groups of two episodes with rewards 0 and 1, sampled by the published weights as an engine would.
+    """Groups of two episodes with these rewards, sampled by the published weights as an engine would.
 
     They end with the `outcomes`, in turn.
     """
@@ -54,7 +59,7 @@ def play(
                 conn, claim, EpisodeState.SAMPLED, why="played", outcome=outcomes[number % len(outcomes)]
             )
         assert moved is not None
-        world.score(moved, reward=float(number % 2))
+        world.score(moved, reward=rewards[number % 2])
 
 
 def sampled_turns(policy: Policy, *, seed: int, version: int) -> list[Turn]:

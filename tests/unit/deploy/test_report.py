@@ -38,6 +38,9 @@ def test_json_has_what_a_check_needs() -> None:
         "episodes_failed": 4,
         "episodes_stale": 16,
         "episodes_lost": 0,
+        "episodes_left_out": 0,
+        "groups_trained": 640,
+        "groups_trained_zero_variance": 31,
         "lag_max": 1,
         "token_mismatches": 0,
         "logprob_gap_max": 3.14e-6,
@@ -83,6 +86,8 @@ def test_figures_sum_the_run_up() -> None:
     assert rows["policy versions"] == "40 of 40"
     assert rows["mean reward"] == "0.20 in the first 3 versions, [bold]0.88[/] in the last 5"
     assert rows["episodes"] == "5,140: 5,120 trained, 16 too stale, 4 failed"
+    assert rows["groups trained"] == "640, 31 of them without variance"
+    assert "left out of the loss" not in rows
     assert rows["trained unlike sampled"] == "[green]0 episodes[/]"
     assert rows["staleness"] == "largest 1, mean 0.43 versions, bound 1"
     assert rows["episodes ended by"] == "5,000 finished, 140 turn_limit"
@@ -108,6 +113,16 @@ def test_figures_that_must_be_zero_and_are_not_stand_out() -> None:
     )
     assert rows["trained unlike sampled"] == "[bold red]2 episodes[/]"
     assert rows["lost, trained twice"] == "[bold red]3 episodes[/]"
+
+
+def test_report_of_a_run_that_learned_nothing_says_what_took_the_gradient() -> None:
+    def rows(**changes: int | None) -> dict[str, str]:
+        return dict(figures(make_report(summary=make_summary(**changes))))
+
+    silent = rows(groups_trained=16, groups_trained_zero_variance=16, episodes_left_out=95)
+    assert silent["groups trained"] == "16, [bold red]16 of them without variance[/]"
+    assert silent["left out of the loss"] == "95 episodes, cut off for their length"
+    assert rows(groups_trained_zero_variance=None, episodes_left_out=None)["groups trained"] == "640"
 
 
 def test_report_names_why_the_next_step_is_not_trained() -> None:

@@ -47,6 +47,8 @@ GROUPS = (
     ),
 )
 
+STEP = Step(id=3, run_id=7, version_in=5)
+
 
 def prepared(
     distances: dict[int, float] | None = None, /, **train: object
@@ -78,6 +80,7 @@ def test_metrics_of_what_was_taken() -> None:
             "reward_mean": 0.75,
             "reward_std": np.sqrt(3) / 4,
             "shaped_reward_mean": 0.75,
+            "num_groups": 2,
             "num_episodes": 4,
             "num_rows": 4,
             "num_tokens": 5,
@@ -149,15 +152,20 @@ def test_a_step_without_a_sampled_token_has_lags_of_0_and_is_warned_of(caplog: p
         ["lag_mean", "lag_max", "lag_0_fraction", "lag_1_fraction"], 0.0
     )
     json.dumps(metrics, allow_nan=False)
-    warn_of_silence(Step(id=3, run_id=7, version_in=5), metrics)
+    warn_of_silence(STEP, metrics)
     assert caplog.messages == [
-        "not one sampled token in the groups of a step, weights stay as they are run=7 step=3 version=5 episodes=2"
+        "not one sampled token in the groups of a step, so there is nothing to learn run=7 step=3 version=5 groups=1 "
+        "zero_variance=0 episodes=2 left_out_as_truncated=0"
     ]
-    warn_of_silence(Step(id=3, run_id=7, version_in=5), prepared()[2])
-    assert len(caplog.messages) == 1
 
 
-def test_a_step_whose_episodes_were_all_cut_off_says_so(caplog: pytest.LogCaptureFixture) -> None:
-    metrics = prepared()[2]
-    warn_of_silence(Step(id=3, run_id=7, version_in=5), metrics | {"left_out_episodes": metrics["num_episodes"]})
-    assert caplog.messages[0].startswith("every episode of a step was cut off and is left out (train.truncated)")
+def test_the_warning_of_a_step_without_gradient_says_what_took_it(caplog: pytest.LogCaptureFixture) -> None:
+    metrics = prepared(truncated="mask")[2]
+    warn_of_silence(STEP, metrics)
+    warn_of_silence(STEP, metrics | {"left_out_episodes": metrics["num_episodes"]})
+    assert caplog.messages == [
+        "no episode of a step has an advantage, so there is nothing to learn run=7 step=3 version=5 groups=2 "
+        "zero_variance=1 episodes=4 left_out_as_truncated=1",
+        "every episode of a step was cut off and is left out (train.truncated), so there is nothing to learn run=7 "
+        "step=3 version=5 groups=2 zero_variance=1 episodes=4 left_out_as_truncated=4",
+    ]
