@@ -7,8 +7,9 @@ import os
 import shutil
 import signal
 import subprocess
+import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
@@ -134,14 +135,28 @@ def run_psql(url: str, arguments: Sequence[str]) -> int:
         "PGPASSWORD": unquote(parts.password) if parts.password else None,
         "PGDATABASE": parts.path.lstrip("/"),
     }
-    # By the environment: everybody may read a command line, and so the password in it.
-    environment = {**os.environ, **{name: value for name, value in given.items() if value}}
-    # Ctrl-C is for the shell, which cancels its query; we go on waiting for it.
-    before = signal.signal(signal.SIGINT, lambda *_: None)
+    return _run_in_front([find_psql(), *arguments], {name: value for name, value in given.items() if value})
+
+
+def run_sft(url: str, arguments: Sequence[str]) -> int:
+    """Run the trainer's supervised training with this database; its exit code."""
+    return _run_in_front([sys.executable, "-m", "trainer", "sft", *arguments], {"ROLLMILL_DATABASE_URL": url})
+
+
+def _run_in_front(command: Sequence[str], variables: Mapping[str, str]) -> int:
+    """Give the terminal to a program until it ends; its exit code.
+
+    `variables` are added to its environment: everybody may read a command line, and so a password in it. Ctrl-C is the
+    program's, to cancel a query for one; we go on waiting for it. SIGTERM is passed on.
+    """
+    before = signal.signal(signal.SIGINT, lambda *_: None), signal.getsignal(signal.SIGTERM)
     try:
-        return subprocess.run([find_psql(), *arguments], env=environment, check=False).returncode
+        with subprocess.Popen(command, env={**os.environ, **variables}) as program:
+            signal.signal(signal.SIGTERM, lambda *_: program.terminate())
+            return program.wait()
     finally:
-        signal.signal(signal.SIGINT, before)
+        for number, handler in zip((signal.SIGINT, signal.SIGTERM), before, strict=True):
+            signal.signal(number, handler)
 
 
 def find_psql() -> str:

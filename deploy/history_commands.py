@@ -1,4 +1,4 @@
-"""The commands that look at runs, finished or going on, and keep or delete their history."""
+"""The commands that look at runs, finished or going on, and learn from, keep or delete their history."""
 
 from __future__ import annotations
 
@@ -100,6 +100,27 @@ def psql(context: typer.Context, data_dir: DataDir = None) -> None:
 
     with database_url(settings) as url:
         code = run_psql(url, context.args)
+    raise typer.Exit(code)
+
+
+@history_app.command(
+    context_settings={"allow_extra_args": True, "ignore_unknown_options": True},
+    epilog="[bold]rollmill sft --run my-run --min-reward 1 --model DIR --out NEW[/]",
+)
+def sft(
+    context: typer.Context,
+    run: Annotated[str, typer.Option(help="The run whose rewarded training episodes are the rows.")],
+    data_dir: DataDir = None,
+) -> None:
+    """Train a model folder on a run's rewarded episodes: `python -m trainer sft` with the data folder's database.
+
+    Further options are its own: `python -m trainer sft --help`.
+    """
+    settings = settings_for(data_dir)
+    from deploy.access import database_url, run_sft
+
+    with database_url(settings) as url:
+        code = run_sft(url, ["--run", run, *context.args])
     raise typer.Exit(code)
 
 

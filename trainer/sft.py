@@ -106,7 +106,13 @@ def _read(arguments: argparse.Namespace) -> tuple[list[list[WeightedRow]], list[
     held_out = read_rows(arguments.held_out, shape=shape) if arguments.held_out else []
     if arguments.run is None:
         return [read_rows(path, shape=shape) for path in arguments.rows], held_out
-    database = Database.connect(settings().require_database_url(), pool_size=1)
+    url = settings().database_url
+    if url is None:
+        raise SetupError(
+            f"--run {arguments.run}: ROLLMILL_DATABASE_URL is not set: set it, or give the same options to "
+            "`rollmill sft`, which takes the database in a data folder of `rollmill up`"
+        )
+    database = Database.connect(url, pool_size=1)
     try:
         check_schema(database)
         rows = rows_of_run(database, arguments.run, min_reward=arguments.min_reward, model=arguments.model, shape=shape)

@@ -11,6 +11,7 @@ from subprocess import PIPE
 
 import pytest
 
+from common.config import TINY_MODELS
 from deploy.folder import DataFolder
 
 # In a process of its own: a supervisor takes all children of its process for its own.
@@ -92,6 +93,29 @@ def test_psql_takes_its_own_arguments_and_gives_its_exit_code(data_dir: Path) ->
     done = rollmill("psql", "-At", "-c", "SELECT name FROM run", data_dir=data_dir)
     assert (done.returncode, done.stdout) == (0, "old-run\n")
     assert rollmill("psql", "-c", "SELECT nonsense", data_dir=data_dir).returncode == 1
+
+
+def test_sft_has_the_database_of_a_stack_that_is_down_and_the_trainers_options_and_exit_code(
+    data_dir: Path, tmp_path: Path
+) -> None:
+    options = ("--model", str(TINY_MODELS / "tiny-calculator"), "--min-reward", "1", "--out", str(tmp_path / "new"))
+    done = rollmill("sft", "--run", "old-run", *options, data_dir=data_dir)
+    assert (done.returncode, done.stderr) == (
+        2,
+        "trainer sft: run old-run has no training episode with tokens and a reward of 1 or more: lower --min-reward, "
+        "or take a run that was not pruned\n",
+    )
+
+
+def test_the_trainers_sft_without_a_named_database_says_which_command_finds_it(tmp_path: Path) -> None:
+    options = ("--run", "old-run", "--model", str(TINY_MODELS / "tiny-calculator"), "--min-reward", "1")
+    command = [sys.executable, "-m", "trainer", "sft", *options, "--out", str(tmp_path / "new")]
+    done = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=120, check=False)
+    assert (done.returncode, done.stderr) == (
+        2,
+        "trainer sft: --run old-run: ROLLMILL_DATABASE_URL is not set: set it, or give the same options to "
+        "`rollmill sft`, which takes the database in a data folder of `rollmill up`\n",
+    )
 
 
 def test_status_lists_the_runs(data_dir: Path) -> None:
