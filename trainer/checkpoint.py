@@ -65,15 +65,17 @@ class CheckpointStore:
         """
         if self._owner is None:
             return
-        for number in self._store.numbers(self._run):
-            found = _owner_in(self.path(number))
-            if found.get("made_at", self._owner.made_at) != self._owner.made_at:
-                raise SetupError(
-                    f"{self.path(number)} is of {_named(found.get('run'))} of database {found.get('database')}, made "
-                    f"{found['made_at']}, and this is run {self._run} of database {self._owner.database}, made "
-                    f"{self._owner.made_at}: take another name or ROLLMILL_DATA_DIR, or delete "
-                    f"{self.path(number).parent} if nobody goes on with that run"
-                )
+        owners = {path: _owner_in(path) for path in map(self.path, self._store.numbers(self._run))}
+        made_at = self._owner.made_at
+        foreign = [path for path, owner in owners.items() if owner.get("made_at", made_at) != made_at]
+        if foreign:
+            theirs = owners[foreign[0]]
+            raise SetupError(
+                f"{foreign[0]} is of {_named(theirs.get('run'))} of database {theirs.get('database')}, made "
+                f"{theirs['made_at']}, and this is run {self._run} of database {self._owner.database}, made {made_at}: "
+                "take another name or ROLLMILL_DATA_DIR, or delete "
+                f"{' and '.join(map(str, foreign))} if nobody goes on with that run"
+            )
 
     def load(self, version: int) -> dict[str, torch.Tensor] | Sharded:
         """The state that made `version`, read only if every byte is as it was written. Raises CheckpointDamaged.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from functools import partial
 from pathlib import Path
 
@@ -102,6 +103,22 @@ def test_checkpoint_of_a_run_that_has_only_the_name_in_common_is_refused_with_bo
     )
     (folder / STATE_FILE).write_bytes(b"nothing")
     CheckpointStore(tmp_path, "run-a", owner=other).check_owner()
+
+
+def test_only_the_checkpoints_of_others_are_named_to_be_deleted(tmp_path: Path) -> None:
+    theirs = Owner(run="theirs", made_at="2026-01-02T03:04:05.000006", database="postgresql://rl:***@a/one")
+    mine = Owner(run="mine", made_at="2026-01-02T03:04:05.000007", database=theirs.database)
+    folder = tmp_path / "mine"
+    CheckpointStore(tmp_path, "theirs", owner=theirs).save(4, SAVE)
+    CheckpointStore(tmp_path, "mine", owner=mine).save(7, SAVE)
+    for foreign in ("000006", "000008"):
+        shutil.copytree(tmp_path / "theirs" / "000004", folder / foreign)
+    with pytest.raises(SetupError) as refused:
+        CheckpointStore(tmp_path, "mine", owner=mine).check_owner()
+    assert str(refused.value).endswith(
+        f": take another name or ROLLMILL_DATA_DIR, or delete {folder / '000006'} and {folder / '000008'} if nobody "
+        "goes on with that run"
+    )
 
 
 def test_checkpoint_that_came_from_a_run_of_another_name_is_refused_with_both_names(tmp_path: Path) -> None:
