@@ -20,4 +20,4 @@ class TimedPolicy(Policy):
     ) -> dict[str, float]:
         """Wait as long as a step takes; the metrics are those that the loop logs."""
         time.sleep(self.step_s)
-        return {"loss": 0.0, "grad_norm": 0.0, "logprob_gap_max": 0.0, "entropy": 0.0, "num_updates": 1.0}
+        return {"loss": 0.0, "grad_norm": 0.0, "num_updates": 1.0}

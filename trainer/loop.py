@@ -370,8 +370,9 @@ def _writing() -> Iterator[None]:
 
 
 def _log_step(run_id: int, version: int, metrics: dict[str, float]) -> None:
+    gap = metrics.get("logprob_gap_max")
     logger.info(
-        "trained run=%d version=%d reward=%.3f episodes=%d tokens=%d lag_max=%d gap=%.1e grad_norm=%.3f "
+        "trained run=%d version=%d reward=%.3f episodes=%d tokens=%d lag_max=%d gap=%s grad_norm=%.3f "
         "wait_s=%.2f train_s=%.2f publish_s=%.2f",
         run_id,
         version,
@@ -379,7 +380,7 @@ def _log_step(run_id: int, version: int, metrics: dict[str, float]) -> None:
         metrics["num_episodes"],
         metrics["num_tokens"],
         metrics["lag_max"],
-        metrics["logprob_gap_max"],
+        "-" if gap is None else f"{gap:.1e}",
         metrics["grad_norm"],
         metrics["wait_s"],
         metrics["train_s"],

@@ -59,8 +59,10 @@ class TokenStats:
     """Estimate of KL(policy || start weights) in nats, where it is part of the loss."""
 
     def metrics(self) -> dict[str, float]:
-        """Means and fractions over num_tokens; 0 where there are none."""
-        count = max(self.num_tokens, 1)
+        """Means and fractions over num_tokens; none at all where there are no tokens."""
+        count = self.num_tokens
+        if not count:
+            return {}
         return {
             "ratio_mean": self.ratio_sum / count,
             "ratio_max": self.ratio_max,

@@ -27,7 +27,8 @@ def probe(policy: Policy, samples: Sequence[Sample], *, version: int, randomness
     very version sampled: no loss would show it of rows without an advantage.
 
     Tokens of turns that this very version sampled from start to end must come out the same here: a gap beyond
-    rounding means other ids, other weights or another sampling distribution. Rows with such turns go first.
+    rounding means other ids, other weights or another sampling distribution. Rows with such turns go first. Without
+    such tokens there is no logprob_gap_max, without any no entropy.
     """
     candidates = sorted((row for row in samples if row.num_tokens), key=lambda row: row.key)
     randomness.shuffle(candidates)
@@ -48,6 +49,9 @@ def probe(policy: Policy, samples: Sequence[Sample], *, version: int, randomness
         *policy.ranks.gather((gap, num_compared, torch.cat(entropies), wrong)), strict=True
     )
     refuse(set[int]().union(*wrong_of_ranks), what="policy's log-prob", version=version)
-    entropy_N = torch.cat(entropies_of_ranks)
-    entropy = entropy_N.mean().item() if len(entropy_N) else 0.0
-    return {"logprob_gap_max": max(gaps), "logprob_gap_tokens": float(sum(compared)), "entropy": entropy}
+    found = {"logprob_gap_tokens": float(sum(compared))}
+    if any(compared):
+        found["logprob_gap_max"] = max(gaps)
+    if len(entropy_N := torch.cat(entropies_of_ranks)):
+        found["entropy"] = entropy_N.mean().item()
+    return found

@@ -63,7 +63,8 @@ class Summary:
     token_mismatches: int
     """Trained episodes whose digest in the trainer differs from that of the turns as sampled: must be 0."""
     logprob_gap_max: float | None
-    """Largest |trainer - engine| log-probability of a token of the version being trained, in nats; None = no step."""
+    """Largest |trainer - engine| log-probability of a token of the version being trained, in nats; None = no such
+    token was compared."""
     tokens_sampled: int
     """Over all attempts, the lost ones included."""
     histories_rewritten: int

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import shutil
 import signal
@@ -127,7 +128,30 @@ def test_a_step_that_learns_nothing_is_warned_of_and_the_report_says_so(
     )
     with world.database.begin() as conn:
         found = report.summary(conn, world.run.id)
+        metrics = conn.execute(text("SELECT metrics FROM train_step")).scalar_one()
+    assert metrics["entropy"] > 0
+    assert not {"ratio_mean", "importance_max"} & metrics.keys()
     assert (found.groups_trained, found.groups_trained_zero_variance, found.episodes_left_out) == (2, 2, 0)
+
+
+def test_a_step_of_older_episodes_alone_shows_no_gap_to_the_engine(
+    world: World, new_trainer: Callable[[], Trainer], caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, logger="trainer.loop")
+    trainer = new_trainer()
+    trainer.resume()
+    play(world, wait_for_version(world, 0), num_groups=4)
+    for version in range(2):
+        work = wait_for_work(world.database, world.run, version=version, stop=threading.Event(), look_up=lambda: None)
+        assert work is not None
+        assert trainer.train_step(work, threading.Event())
+    shown = [message.split(" gap=")[1].split()[0] for message in caplog.messages if message.startswith("trained run=")]
+    assert float(shown[0]) < 1e-4
+    assert shown[1:] == ["-"]
+    with world.database.begin() as conn:
+        found = report.summary(conn, world.run.id)
+    assert found.lag_max == 1
+    assert found.logprob_gap_max == pytest.approx(float(shown[0]), rel=0.1)
 
 
 def test_step_that_was_published_but_not_committed_is_replayed_alike(
