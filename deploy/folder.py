@@ -7,15 +7,18 @@ import os
 import secrets
 import sys
 import textwrap
+import time
 from pathlib import Path
 from types import TracebackType
 from typing import Self
 
 from common.errors import SetupError
+from deploy.procfs import read_stat
 
 MIN_FREE_BYTES = 500_000_000
 MAX_COMMAND_CHARS = 120
 MAX_HOLDER_BYTES = 4096
+HOLDER_WAIT_S = 5.0
 
 
 class FolderInUse(SetupError):
@@ -51,11 +54,10 @@ class DataFolder:
                 folder.mkdir(parents=True, exist_ok=True)
             self.run.chmod(0o700)
             self._lock_fd = os.open(self.run / "lock", os.O_RDWR | os.O_CREAT, 0o600)
-            fcntl.flock(self._lock_fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            holder = os.pread(self._fd(), MAX_HOLDER_BYTES, 0).decode(errors="replace").strip()
+            self._lock()
+        except FolderInUse:
             self._unlock()
-            raise FolderInUse(self.path, holder) from None
+            raise
         except OSError as error:
             raise SetupError(
                 f"data folder {self.path} is not writable ({error.strerror}): "
@@ -75,6 +77,25 @@ class DataFolder:
         assert self._lock_fd is not None
         return self._lock_fd
 
+    def _lock(self) -> None:
+        """Raise FolderInUse as soon as we know by whom.
+
+        Between taking the lock and naming itself there, a process is without name, or has that of one that has ended:
+        we try again until we have the lock or a name that lives, up to HOLDER_WAIT_S. Nobody lives here by the name
+        that a process of another container gives.
+        """
+        deadline = time.monotonic() + HOLDER_WAIT_S
+        while True:
+            try:
+                fcntl.flock(self._fd(), fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                holder = os.pread(self._fd(), MAX_HOLDER_BYTES, 0).decode(errors="replace").strip()
+                if _lives(holder.partition(" ")[0]) or time.monotonic() > deadline:
+                    raise FolderInUse(self.path, holder or "(without a name)") from None
+                time.sleep(0.05)
+            else:
+                return
+
     def _unlock(self) -> None:
         os.close(self._fd())
         self._lock_fd = None
@@ -87,6 +108,10 @@ class DataFolder:
                 f"only {free / 1e6:.0f} MB free for data folder {self.path}, "
                 f"{self._min_free_bytes / 1e6:.0f} MB are needed: make room, or choose another with ROLLMILL_DATA_DIR"
             )
+
+
+def _lives(pid: str) -> bool:
+    return pid.isdecimal() and read_stat(int(pid)) is not None
 
 
 def _command() -> str:

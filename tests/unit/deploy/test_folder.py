@@ -1,10 +1,12 @@
 from __future__ import annotations
 
+import fcntl
 import os
 import re
 import stat
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -35,6 +37,25 @@ def test_a_second_start_on_the_same_folder_is_refused_and_told_who_holds_it(tmp_
         holder.kill()
     with DataFolder(tmp_path):
         assert (tmp_path / "run" / "lock").read_text().startswith(f"{os.getpid()} (")
+
+
+@pytest.mark.parametrize("left_behind", ["", f"{2**31 - 1} (rollmill up)"], ids=["nothing", "one that was killed"])
+def test_a_holder_that_has_not_yet_written_its_name_is_waited_for(left_behind: str, tmp_path: Path) -> None:
+    (tmp_path / "run").mkdir()
+    with (tmp_path / "run" / "lock").open("w") as lock, ThreadPoolExecutor(1) as pool:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        lock.write(left_behind)
+        lock.flush()
+        refused = pool.submit(DataFolder(tmp_path).__enter__)
+        with pytest.raises(TimeoutError):
+            refused.result(timeout=0.5)
+        lock.truncate(0)
+        lock.seek(0)
+        lock.write(f"{os.getpid()} (rollmill sql)")
+        lock.flush()
+        error = refused.exception(timeout=60)
+    assert isinstance(error, FolderInUse)
+    assert error.holder == f"{os.getpid()} (rollmill sql)"
 
 
 @pytest.mark.parametrize("argument", ["x" * 5000, "ü" * 5000, "two\nlines", "a\udcff"])
