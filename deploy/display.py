@@ -81,7 +81,7 @@ def render(view: View) -> RenderableType:
     parts += [_processes(view.processes), *(Text(line, "yellow") for line in _last_ends(view.processes))]
     parts += [Text(f"data {view.data_folder}   logs {view.data_folder / 'logs'}", "dim")]
     if view.snapshot is not None and view.snapshot.last_failure is not None:
-        parts.append(Text(f"last failure: {short_failure(view.snapshot.last_failure)}", "yellow"))
+        parts.append(Text(f"last failure: {short_failure(str(view.snapshot.last_failure))}", "yellow"))
     if view.problem is not None:
         parts.append(Text(view.problem, "bold yellow"))
     config = view.config
@@ -114,7 +114,7 @@ def plain_line(view: View) -> str:
         parts.append(f"restarts {restarts}")
     parts += _last_ends(view.processes)
     if snapshot is not None and snapshot.last_failure is not None:
-        parts.append(f"last failure: {short_failure(snapshot.last_failure)}")
+        parts.append(f"last failure: {short_failure(str(snapshot.last_failure))}")
     if view.problem is not None:
         parts.append(f"! {view.problem}")
     return "  ".join(parts)

@@ -175,7 +175,8 @@ def _play(stack: Stack, opening: OpenRun, *, console: Console) -> None:
                 raise SetupError(f"run {opening.run.name} cannot be fed: {snapshot.error}")
             if snapshot is not None and snapshot.evaluations:
                 now = snapshot.evaluations[-1]
-                trouble = f"  last failure: {short_failure(snapshot.last_failure)}" if snapshot.last_failure else ""
+                failure = snapshot.last_failure
+                trouble = f"  last failure: {short_failure(str(failure))}" if failure else ""
                 progress.update(
                     task,
                     completed=now.episodes - now.under_way,

@@ -85,7 +85,7 @@ def figures(report: Report) -> list[tuple[str, str]]:
     if summary.step_trouble is not None:
         rows.append(("training", f"[bold red]{escape(short_failure(str(summary.step_trouble)))}[/]"))
     if summary.last_failure is not None:
-        rows.append(("last failure", escape(short_failure(summary.last_failure))))
+        rows.append(("last failure", escape(short_failure(str(summary.last_failure)))))
     if report.session is not None:
         seconds = report.session.seconds
         phases = ((name, getattr(seconds, name)) for name in ("setup", "start", "train", "stop"))

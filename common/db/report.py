@@ -10,6 +10,7 @@ from sqlalchemy import Connection, text
 
 from common.db import evaluations, snapshot, step_troubles, stragglers
 from common.db.evaluations import Evaluation
+from common.db.snapshot import EpisodeFailure
 from common.db.step_troubles import StepTrouble
 from common.episode import DropReason, RunState
 from common.outcomes import AGENT_OUTCOMES, Outcome
@@ -76,8 +77,8 @@ class Summary:
     """Episodes by outcome."""
     failures: Mapping[str, int]
     """Broken attempts by kind, those that were tried again included: the handler's own errors, and infrastructure's."""
-    last_failure: str | None
-    """The latest of them as "kind: what happened"; None = there is none."""
+    last_failure: EpisodeFailure | None
+    """The latest of them; None = there is none."""
     groups_dropped: Mapping[DropReason, int]
     """By reason; reasons that dropped none are absent."""
     evaluations: tuple[Evaluation, ...] = ()
@@ -260,7 +261,7 @@ def _sampled(conn: Connection, run_id: int) -> _Sampled:
     )
 
 
-def _failures(conn: Connection, run_id: int) -> tuple[dict[str, int], str | None]:
+def _failures(conn: Connection, run_id: int) -> tuple[dict[str, int], EpisodeFailure | None]:
     """(number by kind, the latest). From the history: an episode's row keeps only its last error."""
     rows = conn.execute(
         text(
@@ -273,10 +274,11 @@ def _failures(conn: Connection, run_id: int) -> tuple[dict[str, int], str | None
         ),
         {"run_id": run_id, "kinds": sorted(set(Outcome) - AGENT_OUTCOMES)},
     ).all()
-    last: str | None = conn.execute(
-        text("SELECT why FROM episode_event WHERE id = :id"), {"id": max((row.last_id for row in rows), default=None)}
-    ).scalar()
-    return {row.kind: row.num for row in rows}, last
+    last = conn.execute(
+        text("SELECT episode_id, why FROM episode_event WHERE id = :id"),
+        {"id": max((row.last_id for row in rows), default=None)},
+    ).first()
+    return {row.kind: row.num for row in rows}, None if last is None else EpisodeFailure(**last._mapping)
 
 
 def _versions(conn: Connection, run_id: int) -> tuple[int, ...]:

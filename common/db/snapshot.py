@@ -40,6 +40,18 @@ class VersionReward:
 
 
 @dataclass(frozen=True, kw_only=True)
+class EpisodeFailure:
+    """What broke an attempt at an episode."""
+
+    episode_id: int
+    why: str
+    """Kind and what happened, as "handler_failed: run of …"."""
+
+    def __str__(self) -> str:
+        return f"episode {self.episode_id}: {self.why}"
+
+
+@dataclass(frozen=True, kw_only=True)
 class Snapshot:
     """How a run stands at one moment."""
 
@@ -69,9 +81,9 @@ class Snapshot:
     """Over all episodes, in their present attempt."""
     rewards: tuple[VersionReward, ...]
     """Versions that have scored episodes of the training, in order."""
-    last_failure: str | None
-    """The latest error of an episode that is FAILED, or that is tried again because its handler raised, as
-    "handler_failed: run of …"; None = there is none."""
+    last_failure: EpisodeFailure | None
+    """The latest of an episode that is FAILED, or that is tried again because its handler raised; None = there is
+    none."""
     evaluations: tuple[Evaluation, ...] = ()
     """Of the latest versions that are evaluated, in order: the last that is over, and those after it."""
 
@@ -121,9 +133,9 @@ def take_snapshot(conn: Connection, run_id: int) -> Snapshot:
     )
 
 
-def _last_failure(conn: Connection, run_id: int) -> str | None:
+def _last_failure(conn: Connection, run_id: int) -> EpisodeFailure | None:
     """From the histories of the few episodes in trouble that moved last; scored ones are over their trouble."""
-    why: str | None = conn.execute(
+    row = conn.execute(
         text(
             """
             WITH troubled AS (
@@ -131,7 +143,7 @@ def _last_failure(conn: Connection, run_id: int) -> str | None:
                  WHERE run_id = :run_id AND state IN ('NEW', 'READY', 'SAMPLED', 'FAILED') AND failures > 0
                  ORDER BY coalesce(finished_at, enqueued_at) DESC LIMIT :looked_at
             )
-            SELECT v.why FROM troubled e JOIN episode_event v ON v.episode_id = e.id
+            SELECT v.episode_id, v.why FROM troubled e JOIN episode_event v ON v.episode_id = e.id
              WHERE split_part(v.why, ':', 1) = ANY(CAST(:kinds AS text[]))
                AND (e.state = 'FAILED' OR split_part(v.why, ':', 1) = :handler_failed)
              ORDER BY v.id DESC LIMIT 1
@@ -143,8 +155,8 @@ def _last_failure(conn: Connection, run_id: int) -> str | None:
             "kinds": sorted(set(Outcome) - AGENT_OUTCOMES),
             "handler_failed": Outcome.HANDLER_FAILED,
         },
-    ).scalar()
-    return why
+    ).first()
+    return None if row is None else EpisodeFailure(**row._mapping)
 
 
 def _stages(episodes: Mapping[EpisodeState, int], working: Mapping[EpisodeState, int]) -> dict[Stage, StageCounts]:

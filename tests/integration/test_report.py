@@ -17,7 +17,7 @@ from common.db import engines, episodes, groups, report, retries, runs, steps, t
 from common.db.episodes import Claim, Wakeup
 from common.db.examples import EXAMPLES, Answer, ask, run_example
 from common.db.session import Database
-from common.db.snapshot import take_snapshot
+from common.db.snapshot import EpisodeFailure, take_snapshot
 from common.db.steps import TrainedEpisode
 from common.episode import (
     EpisodeState,
@@ -208,17 +208,23 @@ def test_snapshot_shows_why_episodes_failed_and_what_handlers_raise_but_no_troub
 ) -> None:
     over, raised, lost, failed = played.feed(num_groups=2)
 
-    def last_after(wakeup: Wakeup, outcome: Outcome, detail: str, max_attempts: int = 5) -> str | None:
+    def last_after(wakeup: Wakeup, outcome: Outcome, detail: str, max_attempts: int = 5) -> EpisodeFailure | None:
         claim = played.claim(wakeup)
         retries.retry(played.conn, claim, outcome=outcome, detail=detail, afresh=False, max_attempts=max_attempts)
         return take_snapshot(played.conn, played.run.id).last_failure
 
-    assert last_after(over, Outcome.HANDLER_FAILED, "init of a:B: once") == "handler_failed: init of a:B: once"
+    assert last_after(over, Outcome.HANDLER_FAILED, "init of a:B: once") == EpisodeFailure(
+        episode_id=over.episode_id, why="handler_failed: init of a:B: once"
+    )
     played.play(over, reward=1.0)
     assert take_snapshot(played.conn, played.run.id).last_failure is None
     assert last_after(lost, Outcome.SANDBOX_FAILED, "no room") is None
-    assert last_after(raised, Outcome.HANDLER_FAILED, "boom") == "handler_failed: boom"
-    assert last_after(failed, Outcome.ENGINE_LOST, "no engine", max_attempts=1) == "engine_lost: no engine"
+    assert last_after(raised, Outcome.HANDLER_FAILED, "boom") == EpisodeFailure(
+        episode_id=raised.episode_id, why="handler_failed: boom"
+    )
+    assert last_after(failed, Outcome.ENGINE_LOST, "no engine", max_attempts=1) == EpisodeFailure(
+        episode_id=failed.episode_id, why="engine_lost: no engine"
+    )
 
 
 def play_whole_run(played: PlayedRun) -> dict[str, list[int]]:
@@ -279,7 +285,7 @@ def test_summary_of_a_whole_run(played: PlayedRun) -> None:
     assert (whole.groups_trained, whole.groups_trained_zero_variance, whole.episodes_left_out) == (6, None, None)
     assert whole.attempts == 17
     assert whole.failures == {"handler_failed": 2, "sandbox_failed": 1}
-    assert whole.last_failure == "handler_failed: bug"
+    assert whole.last_failure == EpisodeFailure(episode_id=fates["failed"][1], why="handler_failed: bug")
     assert whole.outcomes == {"finished": 14, "handler_failed": 2}
     # a..d 2 turns each, e and f 1, i and j 2, the last six 1: 20 turns of 3 tokens.
     assert whole.tokens_sampled == 20 * 3

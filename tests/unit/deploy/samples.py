@@ -10,7 +10,7 @@ from common.config import RunConfig
 from common.config_train import TrainConfig
 from common.db.examples import EXAMPLES, Answer
 from common.db.report import Summary
-from common.db.snapshot import Snapshot, StageCounts, VersionReward
+from common.db.snapshot import EpisodeFailure, Snapshot, StageCounts, VersionReward
 from common.episode import DropReason, EpisodeState, GroupState, RunState, Stage
 from deploy.progress import Rates, View
 from deploy.report import Report, Seconds, Session
@@ -95,7 +95,7 @@ def make_summary(**changes: Any) -> Summary:
         attempts=5143,
         outcomes={"finished": 5000, "turn_limit": 140},
         failures={"lease_lost": 3, "handler_failed": 1},
-        last_failure="handler_failed: run of my:Tool: KeyError: [red]",
+        last_failure=EpisodeFailure(episode_id=17, why="handler_failed: run of my:Tool: KeyError: [red]"),
     )
     return replace(summary, **changes)
 

@@ -6,6 +6,7 @@ from io import StringIO
 import pytest
 from rich.console import Console
 
+from common.db.snapshot import EpisodeFailure
 from deploy.display import open_display, plain_line, render
 from deploy.progress import Rates, View
 from deploy.supervisor import State
@@ -120,8 +121,9 @@ def test_plain_line_mentions_restarts_and_problems() -> None:
 
 
 def test_panel_and_plain_line_show_the_last_failure_on_one_line() -> None:
-    failed = make_view(snapshot=make_snapshot(last_failure="handler_failed: run of my:Tool: RuntimeError:\n [boom]"))
-    expected = "last failure: handler_failed: run of my:Tool: RuntimeError: [boom]"
+    failure = EpisodeFailure(episode_id=17, why="handler_failed: run of my:Tool: RuntimeError:\n [boom]")
+    failed = make_view(snapshot=make_snapshot(last_failure=failure))
+    expected = "last failure: episode 17: handler_failed: run of my:Tool: RuntimeError: [boom]"
     assert line_with(text_of(failed), "last failure") == expected
     assert plain_line(failed).endswith(f"  {expected}")
     assert "last failure" not in plain_line(make_view())

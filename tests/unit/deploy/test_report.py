@@ -94,7 +94,7 @@ def test_figures_sum_the_run_up() -> None:
     assert rows["attempts"] == "5,143 begun for 5,140 episodes"
     assert rows["handler's own errors"] == "1 time handler_failed"
     assert rows["infrastructure errors"] == "3 times lease_lost"
-    assert rows["last failure"] == r"handler_failed: run of my:Tool: KeyError: \[red]"
+    assert rows["last failure"] == r"episode 17: handler_failed: run of my:Tool: KeyError: \[red]"
     assert rows["process restarts"] == "2 fleet-run"
     assert rows["seconds"] == "setup 31.0, start 6.2, train 101.3, stop 1.5"
 
