@@ -27,6 +27,7 @@ CURVE_WIDTH = 80
 MAX_ROWS = 8
 NAME_WIDTH = 26
 FIRST_VERSIONS, LAST_VERSIONS = 3, 5
+"""Most versions that a mean reward is of; fewer in a short run."""
 
 
 def present(report: Report, *, console: Console, data_dir: Path, json_file: Path | None) -> None:
@@ -155,10 +156,12 @@ def _rewards(mean_reward_by_version: Sequence[float | None]) -> str:
         return "-"
     if len(means) == 1:
         return f"[bold]{means[0]:.2f}[/] in the one version that has scored episodes"
-    first, last = means[:FIRST_VERSIONS], means[-LAST_VERSIONS:]
+    # No version is in both.
+    first = means[: min(FIRST_VERSIONS, len(means) // 2)]
+    last = means[len(first) :][-LAST_VERSIONS:]
     return (
-        f"{sum(first) / len(first):.2f} in the first {len(first)} versions, "
-        f"[bold]{sum(last) / len(last):.2f}[/] in the last {len(last)}"
+        f"{sum(first) / len(first):.2f} in the first {f'{len(first)} versions' if len(first) > 1 else 'version'}, "
+        f"[bold]{sum(last) / len(last):.2f}[/] in the last{f' {len(last)}' if len(last) > 1 else ''}"
     )
 
 

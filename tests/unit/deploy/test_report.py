@@ -104,7 +104,10 @@ def test_mean_reward_of_very_few_versions_is_put_in_words_that_fit() -> None:
         return dict(figures(make_report(summary=make_summary(mean_reward_by_version=means))))["mean reward"]
 
     assert words(0.25, None) == "[bold]0.25[/] in the one version that has scored episodes"
-    assert words(0.25, 0.75) == "0.50 in the first 2 versions, [bold]0.50[/] in the last 2"
+    assert words(0.25, 0.75) == "0.25 in the first version, [bold]0.75[/] in the last"
+    assert words(0.0, 0.5, 1.0) == "0.00 in the first version, [bold]0.75[/] in the last 2"
+    assert words(0.0, 0.5, None, 0.5, 1.0) == "0.25 in the first 2 versions, [bold]0.75[/] in the last 2"
+    assert words(0, 0, 0, 1, 1, 1, 1) == "0.00 in the first 3 versions, [bold]1.00[/] in the last 4"
 
 
 def test_figures_that_must_be_zero_and_are_not_stand_out() -> None:
