@@ -15,7 +15,8 @@ class TrackingConfig(Section):
     """Where each step's metrics go, beside Postgres and Prometheus. May be another at each start of the trainer."""
 
     sinks: tuple[SinkName, ...] = ()
-    """Their packages must be installed with the trainer. None of them can stop or delay training."""
+    """Their packages must be installed with the trainer. None of them can stop or delay training, and none is filled up
+    with the steps that it missed, such as the last one before a crash: Postgres alone has all."""
     project: str = Field(default="rollmill", min_length=1)
     """Project of Weights & Biases, experiment of MLflow."""
 
