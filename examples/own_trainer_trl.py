@@ -1,4 +1,4 @@
-"""TRL's GRPOTrainer on groups of a run: it trains, the fleets play. Needs `pip install trl`.
+"""TRL's GRPOTrainer on groups of a run: it trains, the fleets play. Needs `pip install trl`, with its datasets.
 
 rollmill up --config run.toml --trainer examples.own_trainer_trl
 """
