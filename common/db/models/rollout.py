@@ -1,4 +1,4 @@
-"""The tables. Changes here need a migration; `alembic check` in the tests compares both."""
+"""Runs, their tasks, and all that becomes of an episode in INIT, RUN and EVAL."""
 
 from __future__ import annotations
 
@@ -7,54 +7,24 @@ from typing import Any
 from uuid import UUID
 
 from sqlalchemy import (
-    BigInteger,
     CheckConstraint,
-    DateTime,
     ForeignKey,
-    Identity,
     Index,
-    LargeBinary,
-    MetaData,
     SmallInteger,
     UniqueConstraint,
-    func,
     text,
 )
 from sqlalchemy.dialects.postgresql import JSONB
-from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column
+from sqlalchemy.orm import Mapped, mapped_column
 
-NAMING = {
-    "ix": "%(table_name)s_%(column_0_N_name)s_ix",
-    "uq": "%(table_name)s_%(column_0_N_name)s_key",
-    "ck": "%(table_name)s_%(constraint_name)s_check",
-    "fk": "%(table_name)s_%(column_0_N_name)s_fkey",
-    "pk": "%(table_name)s_pkey",
-}
-
-
-class Base(DeclarativeBase):
-    metadata = MetaData(naming_convention=NAMING)
-    type_annotation_map = {  # noqa: RUF012
-        datetime: DateTime(timezone=True),
-        dict[str, Any]: JSONB,
-        list[Any]: JSONB,
-        bytes: LargeBinary,
-    }
-
-
-def _id() -> Mapped[int]:
-    return mapped_column(BigInteger, Identity(), primary_key=True)
-
-
-def _now() -> Mapped[datetime]:
-    return mapped_column(server_default=func.now())
+from common.db.models.base import Base, at_now, row_id
 
 
 class Run(Base):
     """One training run with one policy."""
 
     __tablename__ = "run"
-    id: Mapped[int] = _id()
+    id: Mapped[int] = row_id()
     name: Mapped[str] = mapped_column(unique=True)
     config: Mapped[dict[str, Any]]
     """RunConfig as resolved, without its section [sharing], which is no part of what the run is."""
@@ -77,7 +47,7 @@ class Run(Base):
     """Why the trainer paused it last; None = it did not, somebody has resumed it since, or paused it by hand."""
     resumed_at: Mapped[datetime | None]
     """When somebody last resumed it; None = nobody did."""
-    created_at: Mapped[datetime] = _now()
+    created_at: Mapped[datetime] = at_now()
     finished_at: Mapped[datetime | None]
 
 
@@ -86,7 +56,7 @@ class Task(Base):
 
     __tablename__ = "task"
     __table_args__ = (UniqueConstraint("dataset", "key"),)
-    id: Mapped[int] = _id()
+    id: Mapped[int] = row_id()
     dataset: Mapped[str]
     key: Mapped[str]
     handler: Mapped[str]
@@ -100,7 +70,7 @@ class Submission(Base):
     __table_args__ = (Index("submission_waiting_ix", "run_id", "task_id", postgresql_where=text("fed_at IS NULL")),)
     task_id: Mapped[int] = mapped_column(ForeignKey("task.id"), primary_key=True, autoincrement=False)
     run_id: Mapped[int] = mapped_column(ForeignKey("run.id"))
-    submitted_at: Mapped[datetime] = _now()
+    submitted_at: Mapped[datetime] = at_now()
     fed_at: Mapped[datetime | None]
     """When its group was made; None = it waits for room."""
 
@@ -129,7 +99,7 @@ class EpisodeGroup(Base):
         ),
         Index(None, "step_id"),
     )
-    id: Mapped[int] = _id()
+    id: Mapped[int] = row_id()
     run_id: Mapped[int] = mapped_column(ForeignKey("run.id"))
     task_id: Mapped[int] = mapped_column(ForeignKey("task.id"))
     size: Mapped[int]
@@ -144,7 +114,7 @@ class EpisodeGroup(Base):
     drop_reason: Mapped[str | None]
     dropped_version: Mapped[int | None]
     """Policy version that was to be trained when the trainer dropped it; None = the trainer did not."""
-    created_at: Mapped[datetime] = _now()
+    created_at: Mapped[datetime] = at_now()
     completed_at: Mapped[datetime | None]
 
 
@@ -171,7 +141,7 @@ class Episode(Base):
         CheckConstraint("(state = 'SCORED') = (reward IS NOT NULL)", name="reward_iff_scored"),
         {"postgresql_with": {"fillfactor": "80"}},
     )
-    id: Mapped[int] = _id()
+    id: Mapped[int] = row_id()
     run_id: Mapped[int] = mapped_column(ForeignKey("run.id"))
     group_id: Mapped[int] = mapped_column(ForeignKey("episode_group.id"))
     index: Mapped[int]
@@ -187,7 +157,7 @@ class Episode(Base):
     claim_token: Mapped[UUID | None]
     """The fence: every write of a stage names it."""
     lease_until: Mapped[datetime | None]
-    enqueued_at: Mapped[datetime] = _now()
+    enqueued_at: Mapped[datetime] = at_now()
     """When it was last announced on its queue."""
     not_before: Mapped[datetime | None]
     """A retry that waits: nobody claims it and no message is sent before. None = at once."""
@@ -206,7 +176,7 @@ class Episode(Base):
     num_turns: Mapped[int] = mapped_column(server_default="0")
     num_sampled: Mapped[int] = mapped_column(server_default="0")
     """Sampled tokens over all turns."""
-    created_at: Mapped[datetime] = _now()
+    created_at: Mapped[datetime] = at_now()
     finished_at: Mapped[datetime | None]
 
 
@@ -215,7 +185,7 @@ class EpisodeEvent(Base):
 
     __tablename__ = "episode_event"
     __table_args__ = (Index(None, "episode_id"),)
-    id: Mapped[int] = _id()
+    id: Mapped[int] = row_id()
     episode_id: Mapped[int] = mapped_column(ForeignKey("episode.id"))
     at: Mapped[datetime] = mapped_column(server_default=text("clock_timestamp()"))
     attempt: Mapped[int] = mapped_column(SmallInteger)
@@ -230,7 +200,7 @@ class Turn(Base):
 
     __tablename__ = "turn"
     __table_args__ = (UniqueConstraint("episode_id", "attempt", "index"),)
-    id: Mapped[int] = _id()
+    id: Mapped[int] = row_id()
     episode_id: Mapped[int] = mapped_column(ForeignKey("episode.id"))
     attempt: Mapped[int] = mapped_column(SmallInteger)
     index: Mapped[int] = mapped_column(SmallInteger)
@@ -248,7 +218,7 @@ class Turn(Base):
     """What the handler left of the conversation before this turn; NULL = all of it."""
     engine: Mapped[str]
     latency_ms: Mapped[int]
-    created_at: Mapped[datetime] = _now()
+    created_at: Mapped[datetime] = at_now()
 
 
 class TurnTokens(Base):
@@ -272,13 +242,13 @@ class Sandbox(Base):
         UniqueConstraint("episode_id", "attempt"),
         Index("sandbox_live_ix", "episode_id", postgresql_where=text("destroyed_at IS NULL")),
     )
-    id: Mapped[int] = _id()
+    id: Mapped[int] = row_id()
     episode_id: Mapped[int] = mapped_column(ForeignKey("episode.id"))
     attempt: Mapped[int] = mapped_column(SmallInteger)
     backend: Mapped[str]
     node: Mapped[str]
     handle: Mapped[str]
-    created_at: Mapped[datetime] = _now()
+    created_at: Mapped[datetime] = at_now()
     destroyed_at: Mapped[datetime | None]
 
 
@@ -293,7 +263,7 @@ class EpisodeFiles(Base):
     """Reason -> number of files that were wanted and did not come along."""
     content: Mapped[bytes]
     """zlib; `Submission.unpack` reads it."""
-    created_at: Mapped[datetime] = _now()
+    created_at: Mapped[datetime] = at_now()
 
 
 class Node(Base):
@@ -303,104 +273,3 @@ class Node(Base):
     name: Mapped[str] = mapped_column(primary_key=True)
     seen_at: Mapped[datetime]
     """When a RUN process of it last said that it lives."""
-
-
-class Engine(Base):
-    """An inference server that serves one run's policy."""
-
-    __tablename__ = "engine"
-    id: Mapped[int] = _id()
-    url: Mapped[str] = mapped_column(unique=True)
-    run_id: Mapped[int | None] = mapped_column(ForeignKey("run.id"))
-    state: Mapped[str] = mapped_column(server_default="SERVING")
-    version: Mapped[int | None]
-    """Policy version of `run_id` that it serves; None = none yet."""
-    loading: Mapped[int | None]
-    """Policy version that its keeper fetches and loads; None = none."""
-    owner: Mapped[str | None]
-    """The weight keeper that may load weights into it."""
-    owner_until: Mapped[datetime | None]
-    claim: Mapped[int] = mapped_column(BigInteger, server_default="0")
-    """Of the last one who set out to change it; only grows. An engine refuses what comes under an older one."""
-    wire: Mapped[str | None]
-    """Name of the language in which it last answered its keeper; None = it never did."""
-    healthy_at: Mapped[datetime | None]
-    """When it last answered."""
-    failures: Mapped[int] = mapped_column(server_default="0")
-    """Failed loads or probes in a row."""
-    num_loads: Mapped[int] = mapped_column(server_default="0")
-    """Versions loaded into it since it was registered first. This and the next two only grow."""
-    num_refusals: Mapped[int] = mapped_column(server_default="0")
-    """Loads that were refused, by the keeper or the engine: the version is damaged or does not fit."""
-    num_failures: Mapped[int] = mapped_column(server_default="0")
-    """Loads and probes that failed otherwise: it was away, too slow, or broken."""
-    retry_at: Mapped[datetime | None]
-    error: Mapped[str | None]
-
-
-class PolicyVersion(Base):
-    """A published version of a run's weights; 0 = the start weights."""
-
-    __tablename__ = "policy_version"
-    run_id: Mapped[int] = mapped_column(ForeignKey("run.id"), primary_key=True)
-    number: Mapped[int] = mapped_column(primary_key=True, autoincrement=False)
-    path: Mapped[str]
-    manifest_sha256: Mapped[str]
-    published_at: Mapped[datetime] = mapped_column(server_default=text("clock_timestamp()"))
-
-
-class EvaluationPoint(Base):
-    """A version that is evaluated on held-out tasks, from the moment it is published until its last episode."""
-
-    __tablename__ = "evaluation_point"
-    __table_args__ = (
-        Index("evaluation_point_open_ix", "run_id", "version", postgresql_where=text("finished_at IS NULL")),
-    )
-    run_id: Mapped[int] = mapped_column(ForeignKey("run.id"), primary_key=True)
-    version: Mapped[int] = mapped_column(primary_key=True, autoincrement=False)
-    error: Mapped[str | None]
-    """Why it was given up; None = it was not."""
-    created_at: Mapped[datetime] = mapped_column(server_default=text("clock_timestamp()"))
-    finished_at: Mapped[datetime | None]
-    """None = engines that have reached the version stay there."""
-
-
-class TrainStep(Base):
-    """One training step: OPEN with its groups, then DONE with its version, in one transaction each.
-
-    DROPPED if the run is stopped in between.
-    """
-
-    __tablename__ = "train_step"
-    __table_args__ = (
-        UniqueConstraint("run_id", "version_in"),
-        Index("train_step_open_ix", "run_id", unique=True, postgresql_where=text("state = 'OPEN'")),
-    )
-    id: Mapped[int] = _id()
-    run_id: Mapped[int] = mapped_column(ForeignKey("run.id"))
-    version_in: Mapped[int]
-    """The version that is trained; the step makes version_in + 1."""
-    state: Mapped[str] = mapped_column(server_default="OPEN")
-    num_groups: Mapped[int] = mapped_column(server_default="0")
-    """Groups that it trained; 0 until it is DONE. The sum over a run's steps is the number of its TRAINED groups."""
-    metrics: Mapped[dict[str, Any] | None]
-    error: Mapped[str | None]
-    """Why it failed the last time, also once it is DONE; None = it never did."""
-    failures: Mapped[int] = mapped_column(server_default="0")
-    """Times that it failed since the run was last started by hand, for a reason that trying again need not mend."""
-    replays: Mapped[int] = mapped_column(server_default="0")
-    """Times that a trainer found it OPEN since the run was last started by hand."""
-    started_at: Mapped[datetime] = mapped_column(server_default=text("clock_timestamp()"))
-    finished_at: Mapped[datetime | None]
-
-
-class TrainedEpisode(Base):
-    """An episode that went into a loss. The primary key makes training one twice impossible."""
-
-    __tablename__ = "trained_episode"
-    episode_id: Mapped[int] = mapped_column(ForeignKey("episode.id"), primary_key=True, autoincrement=False)
-    step_id: Mapped[int] = mapped_column(ForeignKey("train_step.id"), index=True)
-    digest: Mapped[bytes]
-    """sha256 over the turns' digests, recomputed from the very arrays that entered the loss."""
-    advantage: Mapped[float]
-    num_tokens: Mapped[int]
