@@ -101,8 +101,10 @@ def claim(
         "lease_s": lease_s,
         "node": node,
     }
-    row = _CLAIM[wakeup.stage].first(conn, {**given, "known": list(configs)})
-    if row is None and _learn(conn, wakeup, configs):
+    known = list(configs)
+    row = _CLAIM[wakeup.stage].first(conn, {**given, "known": known})
+    # By what was known then: another thread may have read it meanwhile, and the message would be lost.
+    if row is None and _learn(conn, wakeup, configs, known=known):
         row = _CLAIM[wakeup.stage].first(conn, {**given, "known": list(configs)})
     if row is None:
         return None
@@ -127,9 +129,9 @@ def claim(
     )
 
 
-def _learn(conn: Connection, wakeup: Wakeup, configs: MutableMapping[int, RunConfig]) -> bool:
+def _learn(conn: Connection, wakeup: Wakeup, configs: MutableMapping[int, RunConfig], *, known: list[int]) -> bool:
     """Read the configuration of the episode's run; False = it is known, or the episode is gone. Costs no claim."""
-    row = _UNKNOWN_RUN.first(conn, {"known": list(configs), "id": wakeup.episode_id, "attempt": wakeup.attempt})
+    row = _UNKNOWN_RUN.first(conn, {"known": known, "id": wakeup.episode_id, "attempt": wakeup.attempt})
     if row is None:
         return False
     configs[row.id] = read_config(row.name, row.config)

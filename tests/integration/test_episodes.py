@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 from uuid import uuid4
@@ -7,6 +8,7 @@ from uuid import uuid4
 import pytest
 from sqlalchemy import text
 
+from common.config import RunConfig
 from common.db import episodes, groups, retries, steps, turns, versions
 from common.db.episodes import Wakeup
 from common.db.retries import Backoff
@@ -33,6 +35,27 @@ def expire(database: Database) -> None:
 def reap(database: Database, max_attempts: int = 5) -> list[Wakeup]:
     with database.begin() as conn:
         return retries.reap(conn, max_attempts=max_attempts)
+
+
+class ReadMeanwhile(dict[int, RunConfig]):
+    """What a process knows of runs, to which another thread adds one as soon as somebody has looked."""
+
+    def __init__(self, world: World) -> None:
+        super().__init__()
+        self._world = world
+
+    def __iter__(self) -> Iterator[int]:
+        known = list(super().__iter__())
+        self[self._world.run.id] = self._world.run.config
+        return iter(known)
+
+
+def test_a_run_that_another_thread_reads_meanwhile_costs_no_message(world: World) -> None:
+    with world.database.begin() as conn:
+        claim = episodes.claim(
+            conn, world.feed()[0], worker="w", token=uuid4(), lease_s=30, configs=ReadMeanwhile(world)
+        )
+    assert claim is not None
 
 
 def test_second_delivery_loses(world: World):
