@@ -112,28 +112,6 @@ def test_run_is_trained_to_its_last_version(world: World, new_trainer: Callable[
     verify(last.path, last.manifest_sha256)
 
 
-def test_a_step_that_learns_nothing_is_warned_of_and_the_report_says_so(
-    world: World, new_trainer: Callable[[], Trainer], caplog: pytest.LogCaptureFixture
-) -> None:
-    trainer = new_trainer()
-    trainer.resume()
-    play(world, wait_for_version(world, 0), rewards=(1.0, 1.0))
-    work = wait_for_work(world.database, world.run, version=0, stop=threading.Event(), look_up=lambda: None)
-    assert work is not None
-    assert trainer.train_step(work, threading.Event())
-    (warned,) = [message for message in caplog.messages if "nothing to learn" in message]
-    assert warned == (
-        f"no episode of a step has an advantage, so there is nothing to learn run={world.run.id} step={work.step.id} "
-        "version=0 groups=2 zero_variance=2 episodes=4 left_out_as_truncated=0"
-    )
-    with world.database.begin() as conn:
-        found = report.summary(conn, world.run.id)
-        metrics = conn.execute(text("SELECT metrics FROM train_step")).scalar_one()
-    assert metrics["entropy"] > 0
-    assert not {"ratio_mean", "importance_max"} & metrics.keys()
-    assert (found.groups_trained, found.groups_trained_zero_variance, found.episodes_left_out) == (2, 2, 0)
-
-
 def test_a_step_of_older_episodes_alone_shows_no_gap_to_the_engine(
     world: World, new_trainer: Callable[[], Trainer], caplog: pytest.LogCaptureFixture
 ) -> None:

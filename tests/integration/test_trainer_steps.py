@@ -1,4 +1,4 @@
-"""What a training step makes of odd groups: nobody said a word, or some were cut off."""
+"""What a training step makes of odd groups: nobody said a word, all were as good, or some were cut off."""
 
 from __future__ import annotations
 
@@ -92,6 +92,31 @@ def test_a_step_in_which_nobody_said_a_word_is_trained_with_a_warning(
     assert all(map(torch.equal, before, trainer.policy.model.parameters()))
     assert (metrics["reward_mean"], metrics["num_tokens"], metrics["lag_max"], metrics["loss"]) == (0.5, 0, 0, 0)
     assert [m for m in caplog.messages if m.startswith("not one sampled token") and f"run={world.run.id} " in m] != []
+
+
+def test_a_step_that_learns_nothing_is_warned_of_and_the_report_says_so(
+    database: Database, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    world = open_world(database, tmp_path / "start", train=TrainConfig(groups_per_step=2, num_versions=2))
+    trainer = make_trainer(
+        world.run, database, data_dir=tmp_path, broker_url=NO_BROKER, lock=RunLock(database, world.run)
+    )
+    trainer.resume()
+    play(world, wait_for_version(world, 0), rewards=(1.0, 1.0))
+    work = wait_for_work(world.database, world.run, version=0, stop=threading.Event(), look_up=lambda: None)
+    assert work is not None
+    assert trainer.train_step(work, threading.Event())
+    (warned,) = [message for message in caplog.messages if "nothing to learn" in message]
+    assert warned == (
+        f"no episode of a step has an advantage, so there is nothing to learn run={world.run.id} step={work.step.id} "
+        "version=0 groups=2 zero_variance=2 episodes=4 left_out_as_truncated=0"
+    )
+    with world.database.begin() as conn:
+        found = report.summary(conn, world.run.id)
+        metrics = conn.execute(text("SELECT metrics FROM train_step")).scalar_one()
+    assert metrics["entropy"] > 0
+    assert not {"ratio_mean", "importance_max"} & metrics.keys()
+    assert (found.groups_trained, found.groups_trained_zero_variance, found.episodes_left_out) == (2, 2, 0)
 
 
 def test_tokens_of_episodes_that_are_left_out_as_truncated_are_not_in_the_divisor(
